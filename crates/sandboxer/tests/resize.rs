@@ -6,7 +6,7 @@
 mod fake_agent;
 mod test_node;
 
-use std::{sync::Arc, time::Duration};
+use std::{fs, sync::Arc, time::Duration};
 
 use fake_agent::FakeAgent;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -46,9 +46,13 @@ impl Test {
         let pod = node.pod_of(PodSpec { limits, ..PodSpec::plain("web".parse().unwrap(), 1, BOOT) });
         pod.start().await.unwrap();
         for name in ["a", "b"] {
-            pod.create_container(node.container(name, "true")).await.unwrap();
+            let new = node.container(name, "true");
+            let path = new.bundle.join("config.json");
+            let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            spec["linux"]["resources"] = serde_json::json!({ "memory": { "limit": 64 << 20 } });
+            fs::write(&path, spec.to_string()).unwrap();
+            pod.create_container(new).await.unwrap();
             pod.start_process(id(name), None).await.unwrap();
-            agent.limits.lock().unwrap().insert(name.into(), 64 << 20);
         }
         Self { node, agent, pod }
     }
@@ -160,6 +164,9 @@ async fn the_next_daemon_knows_the_limits() {
     let test = Test { pod: next.registry.pods().remove(0), node, agent };
     test.limit("a", 65).await.unwrap();
     assert_eq!(test.memory(), BOOT + 384, "less than the limit of all needs");
+    test.limit("a", 512).await.unwrap();
+    assert_eq!(test.memory(), BOOT + 512, "that of b is known");
+    test.limit("a", 65).await.unwrap();
     test.limit_all(128).await.unwrap();
     test.shrinks_to(BOOT).await;
 }

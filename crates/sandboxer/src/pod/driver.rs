@@ -199,7 +199,7 @@ enum Done {
         result: Result<(Seat, Moved), PodError>,
         reply: Reply<Moved>,
     },
-    /// These limits of all containers together have changed.
+    /// These limits of all containers together have changed, or those of one.
     Limited(Limits),
     Removed(Result<(), PodError>),
 }

@@ -104,10 +104,17 @@ pub struct ContainerRecord {
     /// Memory nodes of the host that it may use, as a list; none: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mems: Option<String>,
+    /// Its memory limit, bytes; negative: none. 0: not specified, or not known to the daemon that wrote the record.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub memory_limit: i64,
     /// Its init.
     pub init: ProcessRecord,
     /// Its execs.
     pub execs: Vec<(ExecId, ProcessRecord)>,
+}
+
+fn is_zero(number: &i64) -> bool {
+    *number == 0
 }
 
 /// A process of a recorded container.

@@ -5,10 +5,16 @@
 //! limits fall:  limits in the guest ──▶ answer ──▶ unplug ──▶ what the guest cannot free stays, and is logged
 //! ```
 //!
-//! What a VM has is asked of its VMM each time. A limit that is beyond the largest size of a VM changes nothing here; the agent
-//! refuses it. So it does if the VM keeps its size.
+//! What a VM has is asked of its VMM each time, and nothing of its guest, which could say anything. A limit that is beyond the
+//! largest size of a VM changes nothing here; the agent refuses it. So it does if the VM keeps its size.
 
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
+    time::Duration,
+};
 
 use sandboxer_base::chain;
 use sandboxer_guest::Agent;
@@ -110,16 +116,21 @@ impl Change<'_> {
         agent: &Agent,
         of: &ContainerId,
         resources: Vec<u8>,
-        all: &[ContainerId],
+        all: &[(ContainerId, Arc<AtomicI64>)],
     ) -> Result<Option<u64>, PodError> {
-        let asked = limited(memory_limit(&resources));
-        let before = Sum::of(agent, all, None).await;
-        let after = Sum::of(agent, all, Some((of, asked))).await;
-        let all = limited(*self.limit);
-        let plugged = self.plug(vm, after.bytes.max(all)).await?;
+        let asked = memory_limit(&resources);
+        let before = Sum::of(all.iter().map(|(_, limit)| limit.load(Ordering::Relaxed)));
+        let after = Sum::of(all.iter().map(|(container, limit)| match container == of {
+            true => asked,
+            false => limit.load(Ordering::Relaxed),
+        }));
+        let plugged = self.plug(vm, after.bytes.max(limited(*self.limit))).await?;
         if let Err(error) = self.limit_container(agent, of, resources, (before, after)).await {
             self.undo(vm, plugged).await;
             return Err(error);
+        }
+        for (_, limit) in all.iter().filter(|(container, _)| container == of) {
+            limit.store(asked, Ordering::Relaxed);
         }
         Ok(after.complete.then_some(after.bytes))
     }
@@ -230,21 +241,12 @@ impl Change<'_> {
 }
 
 impl Sum {
-    /// Returns the sum of the limits of `all` containers in the guest; that of one of them may be another, in bytes.
-    async fn of(agent: &Agent, all: &[ContainerId], other: Option<(&ContainerId, u64)>) -> Self {
-        let mut sum = Self { bytes: 0, complete: true };
-        for container in all {
-            let limit = match other {
-                Some((of, bytes)) if of == container => bytes,
-                // A container that has ended meanwhile has no limit.
-                _ => agent.stats(Some(container)).await.map_or(0, |stats| stats.memory_limit),
-            };
-            match i64::try_from(limit) {
-                Ok(1..) => sum.bytes = sum.bytes.saturating_add(limit),
-                _ => sum.complete = false,
-            }
-        }
-        sum
+    /// Returns the sum of these limits, as OCI has them.
+    fn of(limits: impl Iterator<Item = i64>) -> Self {
+        limits.fold(Self { bytes: 0, complete: true }, |sum, limit| Self {
+            bytes: sum.bytes.saturating_add(limited(limit)),
+            complete: sum.complete && limit > 0,
+        })
     }
 }
 

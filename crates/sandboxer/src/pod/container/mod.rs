@@ -9,7 +9,14 @@ pub mod spool;
 pub mod start;
 pub mod stats;
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, Ordering},
+    },
+};
 
 use sandboxer_host::rootfs::{Lease, Mount};
 use sandboxer_protocol::id::{ContainerId, ExecId};
@@ -182,6 +189,8 @@ pub struct Container {
     pub cpus: Option<String>,
     /// Memory nodes of the host that it may use, as a list; none: all.
     pub mems: Option<String>,
+    /// Its memory limit, bytes; 0 or negative: none. A change of limits in progress has it, too.
+    pub memory_limit: Arc<AtomicI64>,
     /// Its init.
     pub init: Process,
     /// Its execs.
@@ -218,6 +227,7 @@ impl Container {
             message: self.message.clone(),
             cpus: self.cpus.clone(),
             mems: self.mems.clone(),
+            memory_limit: self.memory_limit.load(Ordering::Relaxed),
             init: self.init.record(),
             execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }

@@ -55,6 +55,8 @@ pub struct GuestSpec {
     pub cpus: Option<String>,
     /// Memory nodes of the host that it may use, as a list; none: all.
     pub mems: Option<String>,
+    /// Its memory limit, bytes; 0 or negative: none.
+    pub memory_limit: i64,
     /// Maximum bytes in its root file system, if requested.
     pub rootfs_bytes: Option<u64>,
     /// Its root file system is read-only.
@@ -124,7 +126,10 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         drop_host_labels(process);
     }
     let (mut devices, mut processes, mut cpus, mut mems) = (Vec::new(), None, None, None);
+    let mut memory_limit = 0;
     if let Some(linux) = spec.linux_mut() {
+        let memory = linux.resources().as_ref().and_then(|resources| resources.memory().as_ref());
+        memory_limit = memory.and_then(|memory| memory.limit()).unwrap_or_default();
         (cpus, mems) = cpuset(container, linux)?;
         processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
@@ -151,6 +156,7 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         message,
         cpus,
         mems,
+        memory_limit,
         rootfs_bytes,
         is_read_only,
     })

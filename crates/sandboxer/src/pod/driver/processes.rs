@@ -1,6 +1,6 @@
 //! Handles results of work on containers and execs: updates the records of their processes and answers the callers.
 
-use std::{collections::HashMap, path::PathBuf};
+use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::id::{ContainerId, ExecId};
@@ -47,7 +47,7 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
-        let Created { pid, io, disks, leases, message, cpus, mems, intent } = *created;
+        let Created { pid, io, disks, leases, message, cpus, mems, memory_limit, intent } = *created;
         let container = Container {
             bundle: new.bundle,
             disks,
@@ -55,6 +55,7 @@ impl Driver {
             message,
             cpus,
             mems,
+            memory_limit: Arc::new(memory_limit.into()),
             init: Process::created(pid, new.stdio, io),
             execs: HashMap::new(),
             paused: false,

@@ -425,7 +425,7 @@ impl Driver {
         };
         let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
         let all = self.containers.iter().filter(|(_, container)| !ended(container));
-        let all: Vec<_> = all.map(|(id, _)| id.clone()).collect();
+        let all: Vec<_> = all.map(|(id, container)| (id.clone(), container.memory_limit.clone())).collect();
         let memory = self.memory.clone();
         self.work.spawn(async move {
             let mut change = memory.change().await;

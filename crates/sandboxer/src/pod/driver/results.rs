@@ -70,13 +70,10 @@ impl Driver {
         }
     }
 
-    /// Records changed limits of the pod.
+    /// Records changed limits of the pod, and of its containers.
     fn limited(&mut self, changed: Limits) {
-        let limits = self.spec.limits.changed_by(changed);
-        if self.spec.limits != limits {
-            self.spec.limits = limits;
-            self.save();
-        }
+        self.spec.limits = self.spec.limits.changed_by(changed);
+        self.save();
     }
 
     fn pod_started(&mut self, up: Up) {

@@ -1,6 +1,6 @@
 //! Adopts the containers of an adopted pod.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_host::rootfs;
@@ -49,6 +49,7 @@ pub(super) fn take_up_container(
         message: record.message,
         cpus: record.cpus,
         mems: record.mems,
+        memory_limit: Arc::new(record.memory_limit.into()),
         bundle: record.bundle,
         disks: record.disks,
         paused: false,

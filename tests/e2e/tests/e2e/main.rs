@@ -20,6 +20,7 @@ mod network;
 mod placement;
 mod pool;
 mod probe;
+mod resize;
 mod sandbox;
 mod scratch;
 mod security;
@@ -116,6 +117,7 @@ fn entries() -> Vec<Entry> {
         placement::cases,
         pool::cases,
         probe::cases,
+        resize::cases,
         templates::cases,
         volumes::cases,
         daemon::cases,

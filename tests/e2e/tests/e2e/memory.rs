@@ -80,7 +80,7 @@ async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> 
 }
 
 /// Returns the memory of a VMM that no other process has, in MiB.
-fn own_mib(vmm: Pid) -> Result<u64> {
+pub fn own_mib(vmm: Pid) -> Result<u64> {
     let rollup = fs::read_to_string(format!("/proc/{vmm}/smaps_rollup"))?;
     let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).context("no Anonymous")?;
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? >> 10)

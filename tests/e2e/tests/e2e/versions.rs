@@ -23,6 +23,11 @@ const NEEDS: &[(&str, (u32, u32), &str)] = &[
     ("daemon::record_that_is_not_understood", HAS_CONTROLLERS, ENDS_WITH_THE_DAEMON),
     ("sandbox::limits_of_the_pod", (2, 3), "CRI has no UpdatePodSandboxResources, or does not implement it"),
     (
+        "resize::limits_grow_the_vm_and_shrink_it",
+        (2, 3),
+        "CRI has no UpdatePodSandboxResources, or does not implement it",
+    ),
+    (
         "sandbox::limits_beyond_the_vm",
         (2, 3),
         "CRI has no UpdatePodSandboxResources, or does not implement it",

@@ -5,6 +5,7 @@
 //! | [`facts`] | processors, quota and memory of a container |
 //! | [`run`], [`announce`] | runs a tool after printing the facts; reports when it listens |
 //! | [`native`] | runs a command on the host in the unpacked image |
+//! | [`guest`] | runs a command in a VM |
 //! | [`calls`] | cost of a system call, of an allocation, of an opened file |
 //! | [`frames`], [`spin`] | late frames, stolen time |
 //! | [`mixed`] | small files, created, read, appended to and deleted |
@@ -17,6 +18,7 @@ mod announce;
 mod calls;
 mod facts;
 mod frames;
+mod guest;
 mod mixed;
 mod native;
 mod pipeline;
@@ -37,6 +39,7 @@ enum Command {
     Facts,
     Run(run::Args),
     Native(native::Args),
+    Guest(guest::Args),
     Announce(announce::Args),
     Syscalls(calls::Args),
     Alloc(calls::AllocArgs),
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         Command::Facts => facts::Facts::of_container().print(),
         Command::Run(args) => run::run(&args),
         Command::Native(args) => native::run(&args),
+        Command::Guest(args) => guest::run(&args),
         Command::Announce(args) => announce::run(&args),
         Command::Syscalls(args) => calls::syscalls(&args),
         Command::Alloc(args) => calls::alloc(&args),

@@ -15,7 +15,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 /// Size of /dev/shm, as CRI runtimes give each container.
 const SHARED_MEMORY: &std::ffi::CStr = c"mode=1777,size=64m";
 /// As the image's configuration has it.
-const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Run a command on this host in an unpacked image, below the limits of control groups (needs root)
 #[derive(Debug, clap::Args)]

@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +53,9 @@ NATIVE_ROOT ?= target/bench-native
 NATIVE_IMAGE ?= bench-small
 bench-native: bench-helper ## unpack NATIVE_IMAGE (bench-small: the workloads' tools) into NATIVE_ROOT (target/bench-native), for the series `native`
 	@scripts/bench-image.sh $(NATIVE_IMAGE) target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
+
+bench-vm: bench-helper ## make the disk of the series `vm` (Debian with systemd and the workloads' tools) and print its path, for --vm-image
+	@scripts/bench-vm.sh
 
 guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), the initramfs and a list of their parts into target/guest
 	@scripts/guest-image.sh all $(AGENT)

@@ -278,6 +278,7 @@ fn pods(c: &mut Criterion) {
         pause: Duration::from_secs(1),
         recipe: stack.recipe(),
         bare_boot: None,
+        vm: None,
     };
     let dir = stack::result_dir("startup");
     let mut store = Store::create(&dir).unwrap();

@@ -13,7 +13,8 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 
 SUITE=bookworm
-SYSTEM=(systemd systemd-sysv udev kmod iproute2)
+# With the shell and its tools, which every Debian has.
+SYSTEM=(systemd systemd-sysv udev kmod iproute2 dash coreutils)
 # What Debian's kernel has as modules and the VM's devices need, in the order in which the initrd loads them.
 MODULES=(virtio_pci virtio_blk virtio_console virtio_net crc32c_generic ext4)
 # Room for the packages, the trees and the disk, while all are there.
@@ -104,13 +105,15 @@ INIT
 
 # configure ROOT: what packages' maintainer scripts would have done, and the unit.
 configure() {
-    local root=$1 name
+    local root=$1 name user group
+    [[ -e $root/bin/sh ]] || ln -s dash "$root/usr/bin/sh"
     # A first boot would set up everything anew each time.
     printf '%032d\n' 1 >"$root/etc/machine-id"
     printf 'vm\n' >"$root/etc/hostname"
     # As large as that of containers.
     printf 'tmpfs /dev/shm tmpfs mode=1777,nosuid,nodev,size=64m 0 0\n' >"$root/etc/fstab"
     name=900
+    # Units and udev rules name them.
     for user in systemd-network systemd-resolve systemd-timesync systemd-journal messagebus; do
         printf '%s:x:%d:%d::/:/usr/sbin/nologin\n' "$user" $name $name >>"$root/etc/passwd"
         printf '%s:x:%d:\n' "$user" $name >>"$root/etc/group"

@@ -13,6 +13,7 @@
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
 //! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
 //! | [`workload`] | benchmark tools in a container of any runtime |
+//! | [`vm`] | a conventional VM, for comparison |
 //! | [`score`] | verdicts on results, by rules that are data |
 //! | [`gate`] | comparison with recorded results of earlier versions |
 
@@ -52,5 +53,6 @@ pub mod summarise;
 pub mod summary;
 pub mod timeline;
 pub mod trace;
+pub mod vm;
 pub mod warnings;
 pub mod workload;

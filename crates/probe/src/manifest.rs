@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::runtime::Runtime;
 use crate::timeline::Recipe;
 use crate::trace::Trace;
+use crate::vm::VM;
 use crate::workload;
 
 /// Facts by name. An unknown fact is `{"not_measured": "why"}`.
@@ -90,6 +91,10 @@ impl Manifest {
         };
         let ours = |facts: &Facts| is(facts, "type", &|name| name.contains("sandboxer"));
         let handler = workload::plan::handler(handler);
+        if handler == VM {
+            let emulated = |facts| is(facts, "accelerator", &|name| name == "tcg");
+            return self.runtimes.get(VM).is_some_and(emulated);
+        }
         is(&self.vmm, "accelerator", &|name| name == "tcg") && self.runtimes.get(handler).is_some_and(ours)
     }
 

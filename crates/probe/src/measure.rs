@@ -25,6 +25,7 @@ use crate::startup::{self, Plan, PlanError};
 use crate::store::{Store, StoreError};
 use crate::timeline::{self, Recipe};
 use crate::trace::Trace;
+use crate::vm::{self, VM};
 
 /// Why there is no result. A run that ends early has a report with the reason instead.
 #[derive(Debug, thiserror::Error)]
@@ -124,7 +125,12 @@ impl Bench {
         progress: &mut (dyn FnMut(&Sample) + Send),
     ) -> Result<(Report, Vec<Sample>), MeasureError> {
         startup::check(&self.runtime, plan).await?;
-        let mut report = self.report(&plan.runtimes, &plan.recipe, startup_facts(plan)).await;
+        let mut report = self.report(&plan.handlers(), &plan.recipe, startup_facts(plan)).await;
+        if let Some(vm) = plan.vms().map_err(PlanError::Vm)? {
+            let memory = plan.recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20);
+            report.manifest.runtimes.insert(VM.into(), vm.facts(vm::DEFAULT_CPUS, memory));
+            report.not_measured.insert(format!("series.{VM}.first_ping"), vm::NO_PING.into());
+        }
         if let Some(store) = &mut store {
             store.clock = self.clock;
         }
@@ -167,6 +173,7 @@ impl Bench {
             pause: Duration::ZERO,
             recipe: sweep.recipe.clone(),
             bare_boot: None,
+            vm: None,
         };
         startup::check(&self.runtime, &plan).await?;
         let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];

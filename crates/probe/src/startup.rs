@@ -15,8 +15,10 @@ use crate::first_byte::LogWatch;
 use crate::manifest::Facts;
 use crate::runtime::{Runtime, RuntimeError, Version};
 use crate::sample::{Mode, Outcome, Sample};
-use crate::timeline::{self, Recipe, Start, StartError};
+use crate::timeline::{self, Recipe, Stamps, Start, StartError};
 use crate::trace::{self, Trace};
+use crate::vm::process::Task;
+use crate::vm::{self, VM, Vm, VmError};
 
 /// Minimum starts per runtime of a full serial series.
 pub const FULL_SERIAL: u32 = 500;
@@ -40,14 +42,30 @@ pub struct Plan {
     pub recipe: Recipe,
     /// A VM to boot alone after each serial round, for comparison.
     pub bare_boot: Option<BareBoot>,
+    /// How VMs of the series `vm` are run.
+    pub vm: Option<Vm>,
 }
 
 impl Plan {
     /// Returns the number of pods to start.
     pub fn pods(&self) -> u64 {
-        let each =
-            u64::from(self.warm_up) + u64::from(self.serial) + u64::from(self.rounds) * u64::from(self.group);
-        each * self.runtimes.len() as u64
+        let serial = u64::from(self.warm_up) + u64::from(self.serial);
+        let of_groups = u64::from(self.rounds) * u64::from(self.group);
+        serial * self.runtimes.len() as u64 + of_groups * self.handlers().len() as u64
+    }
+
+    /// Returns the runtimes that are CRI handlers.
+    pub fn handlers(&self) -> Vec<String> {
+        self.runtimes.iter().filter(|name| *name != VM).cloned().collect()
+    }
+
+    /// Returns how VMs are run, if the series `vm` is part of it.
+    pub fn vms(&self) -> Result<Option<&Vm>, VmError> {
+        if !self.runtimes.iter().any(|name| name == VM) {
+            return Ok(None);
+        }
+        let vm = self.vm.as_ref().ok_or(VmError::NoImage)?;
+        vm.image.check().map(|()| Some(vm))
     }
 }
 
@@ -70,6 +88,9 @@ pub enum PlanError {
     /// No such image.
     #[error("image {0} is not on the node: pull or import it first; a start must not include a pull")]
     NoImage(String),
+    /// The series `vm` cannot be measured.
+    #[error(transparent)]
+    Vm(#[from] VmError),
     /// Nothing to do.
     #[error("nothing to measure: {0}")]
     Empty(&'static str),
@@ -117,8 +138,9 @@ pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError>
     if plan.serial == 0 && (plan.rounds == 0 || plan.group == 0) {
         return Err(PlanError::Empty("request serial or parallel starts"));
     }
+    plan.vms()?;
     let version = runtime.version().await?;
-    check_handlers(runtime, &plan.runtimes).await?;
+    check_handlers(runtime, &plan.handlers()).await?;
     if runtime.image(&plan.recipe.image).await?.is_none() {
         return Err(PlanError::NoImage(plan.recipe.image.clone()));
     }
@@ -159,6 +181,7 @@ pub async fn run(
         watch,
         trace: trace.cloned(),
         recipe: Arc::new(plan.recipe.clone()),
+        vm: plan.vm.clone(),
         cancel: cancel.clone(),
         begun: Instant::now(),
         run: Run::default(),
@@ -185,6 +208,7 @@ struct Runner {
     watch: Arc<LogWatch>,
     trace: Option<Trace>,
     recipe: Arc<Recipe>,
+    vm: Option<Vm>,
     cancel: CancellationToken,
     begun: Instant,
     run: Run,
@@ -218,8 +242,12 @@ impl Runner {
                 }
             }
         }
-        for round in 0..if plan.group == 0 { 0 } else { plan.rounds } {
-            for handler in &plan.runtimes {
+        let rounds = if plan.group == 0 { 0 } else { plan.rounds };
+        if rounds > 0 && plan.handlers().len() < plan.runtimes.len() {
+            self.run.notes.push(format!("series {VM} is not started in groups"));
+        }
+        for round in 0..rounds {
+            for handler in &plan.handlers() {
                 self.rest(plan.pause).await;
                 self.group(handler, round, plan.group, sink).await?;
             }
@@ -235,9 +263,13 @@ impl Runner {
     async fn one(&mut self, place: Place, sink: Sink<'_>) -> Result<(), String> {
         let name = self.name();
         let before = self.exits.look();
-        let start =
-            timeline::start(&self.runtime, &self.watch, &self.recipe, &place.handler, &name, &self.cancel)
-                .await;
+        let start = match self.vm.as_ref().filter(|_| place.handler == VM) {
+            Some(vm) => start_vm(vm, &self.recipe, &name, &self.cancel).await,
+            None => {
+                let handler = &place.handler;
+                timeline::start(&self.runtime, &self.watch, &self.recipe, handler, &name, &self.cancel).await
+            }
+        };
         self.finish(place, &name, start, &before, sink).await
     }
 
@@ -301,8 +333,14 @@ impl Runner {
     ) -> Result<(), String> {
         let sample = self.sample(&place, &start, before).await;
         let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
-        let removed =
-            timeline::remove(&self.runtime, &self.watch, &self.recipe, name, start.pod_id.as_deref()).await;
+        let removed = match &*place.handler {
+            // It ended with its start.
+            VM => Ok(()),
+            _ => {
+                let id = start.pod_id.as_deref();
+                timeline::remove(&self.runtime, &self.watch, &self.recipe, name, id).await
+            }
+        };
         if let Err(error) = removed {
             self.run.notes.push(format!("pod {name} on {}: {error}", place.handler));
         }
@@ -358,6 +396,42 @@ impl Runner {
             kvm_exits,
         }
     }
+}
+
+/// Starts a VM, waits for its command's first byte, and kills it.
+async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationToken) -> Start {
+    let memory = recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20);
+    let task = Task {
+        name: name.to_owned(),
+        command: recipe.command.clone(),
+        cpus: vm::DEFAULT_CPUS,
+        memory,
+        resources: None,
+        disks: Vec::new(),
+        forward: None,
+    };
+    let mut start = Start {
+        released: Instant::now(),
+        stamps: Stamps::default(),
+        pod_id: None,
+        container_id: None,
+        end: Ok(()),
+    };
+    let attempt = async {
+        let running = vm.start(&task)?;
+        let took = running.first_byte(recipe.timeout).await?;
+        Ok((running.spawned + took).saturating_duration_since(start.released))
+    };
+    let end = tokio::select! {
+        biased;
+        () = cancel.cancelled() => Err(StartError::Interrupted),
+        end = attempt => end.map_err(StartError::Vm),
+    };
+    match end {
+        Ok(took) => start.stamps.first_byte = Some(took),
+        Err(error) => start.end = Err(error),
+    }
+    start
 }
 
 fn batch(handler: &str, round: u32, starts: &[(u32, String, Start)]) -> Option<Batch> {

@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::first_byte::{LogWatch, WatchError};
 use crate::options::{ContainerOptions, Network, PodOptions, Resources};
 use crate::runtime::{Runtime, RuntimeError};
+use crate::vm::VmError;
 
 /// Label of all pods of a run; its value is the run's name.
 pub const RUN_LABEL: &str = "io.sandboxer.probe.run";
@@ -117,6 +118,9 @@ pub enum StartError {
     /// The first byte cannot be detected.
     #[error(transparent)]
     Watch(#[from] WatchError),
+    /// A VM of the series `vm` failed.
+    #[error(transparent)]
+    Vm(VmError),
     /// The first output is not on stdout: the command did not run.
     #[error("the container's first log line is not on stdout: {0}")]
     NotItsOutput(String),
@@ -132,6 +136,7 @@ impl StartError {
             StartError::Runtime(_) => "connect",
             StartError::Timeout { step, .. } => step,
             StartError::Interrupted => "interrupted",
+            StartError::Vm(_) => "vm",
             StartError::Watch(_) | StartError::NotItsOutput(_) => "first byte",
         }
     }

@@ -66,6 +66,7 @@ async fn child() {
         warm_up: 0,
         recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
         bare_boot: None,
+        vm: None,
     };
     let never = CancellationToken::new();
     let (report, samples) = bench.startup(&plan, Some(&mut store), &never, &mut |_| ()).await.unwrap();
@@ -116,6 +117,7 @@ async fn workload_child() {
     let plan = workload::plan::Plan {
         runtimes: vec!["a".into()],
         native: None,
+        vm: None,
         client_runtime: "a".into(),
         probes: vec![probe],
         profile: workload::definition::Profile::Quick,

@@ -31,6 +31,7 @@ fn plan(runtimes: &[&str], serial: u32) -> Plan {
         warm_up: 0,
         recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
         bare_boot: None,
+        vm: None,
     }
 }
 

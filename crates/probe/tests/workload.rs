@@ -94,6 +94,7 @@ fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
     Plan {
         runtimes: runtimes.iter().map(|&name| name.to_owned()).collect(),
         native: None,
+        vm: None,
         client_runtime: "client".into(),
         probes: vec![probe],
         profile: Profile::Quick,

@@ -25,7 +25,7 @@ const FILE: &str = "kubernetes.json";
 pub struct Cluster {
     /// Measure in the cluster of this kubeconfig, from a pod's creation until it is Ready, by the cluster's timestamps; their
     /// resolution is 1 s
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["runtimes", "parallel", "rounds", "pause", "bare_boot"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["runtimes", "parallel", "rounds", "pause", "bare_boot", "vm_image"])]
     pub kubeconfig: Option<PathBuf>,
     /// Context of the kubeconfig [default: its current one]
     #[arg(long, requires = "kubeconfig")]

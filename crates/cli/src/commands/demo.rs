@@ -187,6 +187,7 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
         pause: Duration::from_secs(1),
         recipe,
         bare_boot: bare_boot.ok(),
+        vm: None,
     };
     let mut store = output.map(|dir| Store::create(&dir.join("startup"))).transpose()?;
     let bar = startup::bar(plan.pods());

@@ -28,6 +28,7 @@ mod tables;
 mod target;
 mod template;
 mod version;
+mod vm;
 mod workload;
 
 use std::process::ExitCode;

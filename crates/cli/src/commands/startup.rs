@@ -13,7 +13,7 @@ use sandboxer_probe::{
 
 use super::cluster::{self, Cluster};
 use super::target::Target;
-use super::{interrupt, tables};
+use super::{interrupt, tables, vm};
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -21,13 +21,15 @@ Examples:
   sandboxer-cli startup --serial 10 --parallel 0
   sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
   sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .
+  sandboxer-cli startup --runtime runc --runtime vm --vm-image \"$(scripts/bench-vm.sh)\" --serial 10 --parallel 0
   sandboxer-cli startup --kubeconfig ~/.kube/config --runtime-class sandboxer --runtime-class runc";
 
 /// Measure how fast pods start on any runtimes, which alternate
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler; repeat to compare several: they alternate
+    /// Runtime handler, or "vm" for a conventional VM (QEMU's machine q35, Debian's kernel, systemd); repeat to compare several:
+    /// they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
     /// Serial starts (one after the other), per runtime [default: 500, of a cluster 30]
@@ -49,6 +51,9 @@ pub struct Args {
     /// Boot the first runtime's VM without a pod after each serial round, for comparison
     #[arg(long)]
     bare_boot: bool,
+    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    #[arg(long, value_name = "FILE")]
+    vm_image: Option<PathBuf>,
     #[command(flatten)]
     cluster: Cluster,
     #[command(flatten)]
@@ -79,6 +84,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         pause: Duration::try_from_secs_f64(args.pause).context("--pause takes seconds from 0 up")?,
         recipe,
         bare_boot,
+        vm: vm::of(args.vm_image.as_ref(), None),
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;

@@ -234,6 +234,7 @@ fn workload_result(dir: &Path, profile: Profile) {
     let plan = Plan {
         runtimes: vec!["runc".into()],
         native: None,
+        vm: None,
         client_runtime: "runc".into(),
         probes: definition::all().into_iter().filter(|probe| probe.name == "scheduler").collect(),
         profile,

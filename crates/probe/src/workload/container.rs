@@ -1,5 +1,5 @@
 //! Runs a pod with one container. The same calls for every runtime, and no exec: the output is the container's
-//! CRI log. A tool of the series native is a process instead.
+//! CRI log. A tool of the series native is a process instead, one of the series vm is in a VM of its own.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -9,12 +9,15 @@ use tokio_util::sync::CancellationToken;
 use super::definition::Image;
 use super::facts;
 use super::log::{self, Printed};
-use super::native::{NATIVE, Native, Process};
+use super::native::{NATIVE, Native, Process, host_address};
 use crate::attribution::PodIds;
 use crate::ledger;
 use crate::options::{ContainerOptions, Device, Mount, PodOptions, Resources};
 use crate::runtime::{Phase, Runtime, RuntimeError};
 use crate::timeline::{RUN_LABEL, Recipe};
+use crate::vm::arguments::{Disk, Forward};
+use crate::vm::process::{RunningVm, Task};
+use crate::vm::{VM, Vm, VmError};
 
 /// Polling interval for a container's end: the tool measures its times itself.
 const LOOK: Duration = Duration::from_millis(200);
@@ -36,6 +39,14 @@ pub struct Spec<'a> {
     pub devices: Vec<Device>,
     /// Image with the tool.
     pub image: Image,
+    /// Processors of a VM.
+    pub cpus: u32,
+    /// Memory of a VM, bytes.
+    pub memory: u64,
+    /// Disks of a VM, in place of volumes and devices.
+    pub disks: Vec<Disk>,
+    /// The server's port, which is forwarded to a VM.
+    pub port: Option<u16>,
 }
 
 /// Why a container failed.
@@ -75,12 +86,15 @@ pub enum ContainerError {
     NoAddress,
     /// No address of this host is known.
     #[error(
-        "this host has no route, so its address is unknown: name one that pods reach with --native-address"
+        "this host has no route, so its address is unknown: name one that pods reach with --native-address or --vm-address"
     )]
     NoHostAddress,
     /// A native tool cannot be run.
     #[error("cannot run it on this host: {0}")]
     Native(std::io::Error),
+    /// A VM of the series vm failed.
+    #[error(transparent)]
+    Vm(#[from] VmError),
 }
 
 impl ContainerError {
@@ -97,6 +111,7 @@ impl ContainerError {
             ContainerError::Log(_) => "log",
             ContainerError::NoAddress | ContainerError::NoHostAddress => "address",
             ContainerError::Native(_) => "native",
+            ContainerError::Vm(_) => VM,
         }
     }
 }
@@ -114,6 +129,8 @@ pub struct Starter {
     pub logs: PathBuf,
     /// Where tools of the series native run.
     pub native: Option<Native>,
+    /// How VMs of the series vm are run.
+    pub vm: Option<Vm>,
     /// Ends the measurement.
     pub cancel: CancellationToken,
 }
@@ -132,6 +149,8 @@ pub enum Started {
     },
     /// On the host.
     Native(Process),
+    /// In a VM of this probe.
+    Vm(RunningVm),
 }
 
 impl Starter {
@@ -143,7 +162,7 @@ impl Starter {
         }
     }
 
-    /// Returns the ids by which the processes of a pod are found; `None` for a native tool.
+    /// Returns the ids by which the processes of a pod are found; `None` for a tool in no pod.
     pub async fn ids(&self, started: &Started) -> Option<PodIds> {
         let Started::Pod { pod, container, .. } = started else { return None };
         // Without its process's number the other ties are used.
@@ -161,6 +180,7 @@ impl Starter {
                 (state.started_at > 0 && ns > 0).then(|| ns as f64 / 1e9)
             }
             Started::Native(process) => process.ran_s(),
+            Started::Vm(vm) => vm.ran_s(),
         }
     }
 
@@ -168,6 +188,9 @@ impl Starter {
     pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
         if let Some(native) = self.native.as_ref().filter(|_| spec.handler == NATIVE) {
             return native.start(spec, &self.logs).map(Started::Native).map_err(ContainerError::Native);
+        }
+        if let Some(vm) = self.vm.as_ref().filter(|_| spec.handler == VM) {
+            return self.start_vm(vm, spec).await;
         }
         let pod = PodOptions {
             namespace: "sandboxer-workload".into(),
@@ -203,6 +226,39 @@ impl Starter {
                 Err(ContainerError::Timeout { step, limit, said: "nothing yet".into() })
             }),
         }
+    }
+
+    /// Starts a VM and waits until its unit has started the tool.
+    async fn start_vm(&self, vm: &Vm, spec: &Spec<'_>) -> Result<Started, ContainerError> {
+        let forward = match spec.port {
+            Some(port) => Some(Forward { address: self.vm_address()?, port }),
+            None => None,
+        };
+        let task = Task {
+            name: spec.name.clone(),
+            command: spec.command.clone(),
+            cpus: spec.cpus,
+            memory: spec.memory,
+            resources: spec.resources,
+            disks: spec.disks.clone(),
+            forward,
+        };
+        let attempt = async {
+            let running = vm.start(&task)?;
+            running.begun(self.recipe.timeout).await?;
+            Ok(Started::Vm(running))
+        };
+        tokio::select! {
+            biased;
+            () = self.cancel.cancelled() => Err(ContainerError::Interrupted),
+            started = attempt => started.map_err(ContainerError::Vm),
+        }
+    }
+
+    /// Returns the address of this host from which ports are forwarded to VMs.
+    fn vm_address(&self) -> Result<String, ContainerError> {
+        let named = self.vm.as_ref().and_then(|vm| vm.address.clone());
+        named.or_else(host_address).ok_or(ContainerError::NoHostAddress)
     }
 
     /// Waits for a container's end and returns its output. Does not poll before `takes` is over, to not disturb
@@ -247,6 +303,7 @@ impl Starter {
                 let ended = process.ended().map_err(ContainerError::Native)?;
                 Ok(ended.map(|code| (code, String::new())))
             }
+            Started::Vm(vm) => Ok(vm.ended()?.map(|code| (code, String::new()))),
         }
     }
 
@@ -293,6 +350,7 @@ impl Starter {
                 let address = self.native.as_ref().and_then(Native::address);
                 address.ok_or(ContainerError::NoHostAddress)
             }
+            Started::Vm(_) => self.vm_address(),
         }
     }
 }
@@ -302,6 +360,7 @@ impl Started {
         match self {
             Started::Pod { log, .. } => log::read(log),
             Started::Native(process) => process.printed(),
+            Started::Vm(vm) => Ok(vm.printed()),
         }
     }
 }

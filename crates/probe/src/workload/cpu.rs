@@ -193,12 +193,14 @@ impl Reading {
 /// The pods of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Pods {
-    /// The pod under test; `None` for a native tool.
+    /// The pod under test; `None` for a native tool, and for one in a VM of this probe.
     pub tested: Option<PodIds>,
     /// The client's.
     pub client: Option<PodIds>,
     /// The CRI runtime's process.
     pub cri: Option<i32>,
+    /// Whether the tool is in a VM of this probe: it is in no pod.
+    pub in_vm: bool,
 }
 
 /// Returns the time since `before` by role. Reads all of `/proc`, which takes some milliseconds.
@@ -225,14 +227,15 @@ fn split(
     pods: &Pods,
     me: i32,
 ) -> BTreeMap<Part, Time> {
+    let mine = if pods.in_vm { Part::Vmm } else { Part::Workload };
     let native = if pods.tested.is_none() { descendants(table, me) } else { BTreeSet::new() };
     let mut parts: BTreeMap<Part, Time> = BTreeMap::new();
     for (pid, ticks) in spent {
         let (own, children) = if *pid == me {
-            // Its only children are native tools.
-            (Part::Probe, if pods.tested.is_none() { Part::Workload } else { Part::Probe })
+            // Its only children are native tools and VMs.
+            (Part::Probe, if pods.tested.is_none() { mine } else { Part::Probe })
         } else if native.contains(pid) {
-            (Part::Workload, Part::Workload)
+            (mine, mine)
         } else if pods.cri == Some(*pid) {
             (Part::Cri, Part::Cri)
         } else {
@@ -339,7 +342,7 @@ mod tests {
             process(20, 1, "containerd-shim-runc-v2", "-id pod-b"),
             process(30, 1, "bystander", ""),
         ];
-        let pods = Pods { tested: pod("pod-a"), client: pod("pod-b"), cri: Some(5) };
+        let pods = Pods { tested: pod("pod-a"), client: pod("pod-b"), cri: Some(5), in_vm: false };
         assert_eq!(
             parts(table, &[(3, 1), (5, 2), (10, 3), (20, 4), (30, 9)], &pods),
             [
@@ -376,6 +379,9 @@ mod tests {
             parts(table, &[(3, 1), (9, 2), (11, 3)], &Pods::default()),
             [(Part::Workload, 10.0 + 22.0 + 33.0), (Part::Probe, 1.0)]
         );
+        let table = vec![process(3, 1, "probe", ""), process(9, 3, "qemu-system-x86_64", "")];
+        let pods = Pods { in_vm: true, ..Pods::default() };
+        assert_eq!(parts(table, &[(9, 2)], &pods), [(Part::Vmm, 22.0)]);
     }
 
     #[test]

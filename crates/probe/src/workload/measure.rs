@@ -18,6 +18,7 @@ use crate::measure::Bench;
 use crate::options::Network;
 use crate::runtime::RuntimeError;
 use crate::startup::{PlanError, check_handlers};
+use crate::vm::VM;
 
 /// Why there is no result. A measurement that ends early has a result with the reason instead.
 #[derive(Debug, thiserror::Error)]
@@ -75,6 +76,7 @@ pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
         }
         _ => {}
     }
+    plan.vms().map_err(PlanError::Vm)?;
     bench.runtime.version().await?;
     let mut handlers = plan.handlers();
     if serving.is_some() {
@@ -111,12 +113,16 @@ pub async fn measure(
         ];
         manifest.runtimes.insert(NATIVE.into(), facts.map(|(name, fact)| (name.to_owned(), fact)).into());
     }
+    if let Some(vm) = plan.vms().map_err(PlanError::Vm)? {
+        manifest.runtimes.insert(VM.into(), vm.facts(plan.cpus, plan.memory));
+    }
     let starter = Starter {
         runtime: bench.runtime.clone(),
         recipe: plan.recipe.clone(),
         build_image: plan.build_image.clone(),
         logs: bench.watch.dir().to_owned(),
         native: plan.native.clone(),
+        vm: plan.vm.clone(),
         cancel: cancel.clone(),
     };
     let missing = missing(bench, plan, &starter).await?;

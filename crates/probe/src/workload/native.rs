@@ -47,13 +47,7 @@ impl Native {
 
     /// Returns the address of servers: the given one, else the one that routes out of this host begin at.
     pub fn address(&self) -> Option<String> {
-        let of_route = || {
-            let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
-            // Sends nothing. The address is of a block for documentation.
-            socket.connect("192.0.2.1:9").ok()?;
-            Some(socket.local_addr().ok()?.ip().to_string())
-        };
-        self.address.clone().or_else(of_route)
+        self.address.clone().or_else(host_address)
     }
 
     /// Returns the unpacked image of a tool.
@@ -91,6 +85,14 @@ impl Native {
         let ended = watch(child.id());
         Ok(Process { child: Mutex::new(child), groups, outputs, begun, ended })
     }
+}
+
+/// Returns the address that routes out of this host begin at.
+pub fn host_address() -> Option<String> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    // Sends nothing. The address is of a block for documentation.
+    socket.connect("192.0.2.1:9").ok()?;
+    Some(socket.local_addr().ok()?.ip().to_string())
 }
 
 /// A native tool. Dropping it kills it and all that it started.

@@ -10,6 +10,7 @@ use super::native::{NATIVE, Native};
 use super::power::Meter;
 use super::volume::Storage;
 use crate::timeline::Recipe;
+use crate::vm::{VM, Vm, VmError};
 
 /// Factor of a tool's expected time in its timeout: tools take longer, mostly under emulation.
 const SLOWER: u32 = 4;
@@ -19,10 +20,12 @@ const HELPER: &str = "bench-helper";
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Series, in the order in which they alternate: handlers, or `native`. "runc#2" is the second series of the handler runc.
+    /// Series, in the order in which they alternate: handlers, `native` or `vm`. "runc#2" is the second series of the handler runc.
     pub runtimes: Vec<String>,
     /// Where tools of the series native run.
     pub native: Option<Native>,
+    /// How VMs of the series `vm` are run.
+    pub vm: Option<Vm>,
     /// Handler of the clients' pods.
     pub client_runtime: String,
     /// The probes.
@@ -103,7 +106,8 @@ impl Plan {
     /// Returns the runtimes that are CRI handlers.
     pub fn handlers(&self) -> Vec<String> {
         let mut handlers: Vec<String> = Vec::new();
-        for handler in self.runtimes.iter().map(|series| handler(series)).filter(|name| *name != NATIVE) {
+        let cri = |name: &&str| ![NATIVE, VM].contains(name);
+        for handler in self.runtimes.iter().map(|series| handler(series)).filter(cri) {
             if !handlers.iter().any(|known| known == handler) {
                 handlers.push(handler.to_owned());
             }
@@ -114,6 +118,15 @@ impl Plan {
     /// Returns whether the series native is part of it.
     pub fn has_native(&self) -> bool {
         self.runtimes.iter().any(|series| handler(series) == NATIVE)
+    }
+
+    /// Returns how VMs are run, if the series `vm` is part of it.
+    pub fn vms(&self) -> Result<Option<&Vm>, VmError> {
+        if !self.runtimes.iter().any(|series| handler(series) == VM) {
+            return Ok(None);
+        }
+        let vm = self.vm.as_ref().ok_or(VmError::NoImage)?;
+        vm.image.check().map(|()| Some(vm))
     }
 
     /// Returns the variants, in the order in which they run.
@@ -263,6 +276,7 @@ mod tests {
         Plan {
             runtimes: vec!["a".into(), "b".into()],
             native: None,
+            vm: None,
             client_runtime: "a".into(),
             probes: definition::all(),
             profile,

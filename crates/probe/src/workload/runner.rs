@@ -20,9 +20,12 @@ use crate::options::Resources;
 use crate::process;
 use crate::sample::Outcome;
 use crate::timeline;
+use crate::vm::VM;
 
 /// A block device in a container.
 const DEVICE: &str = "/dev/bench";
+/// Why a variant has no figures in the series vm.
+const NOT_IN_VM: &str = "is not available in series vm";
 /// CRI's period of a quota, µs.
 const PERIOD: i64 = 100_000;
 
@@ -216,7 +219,9 @@ impl<'a> Runner<'a> {
     /// Rejects a variant that cannot run here.
     fn possible(&self, step: &Step, series: &str) -> Result<(), Failure> {
         let image = step.probe.image;
-        if self.missing.contains(&image) && plan::handler(series) != NATIVE {
+        if plan::handler(series) == VM {
+            possible_in_vm(step)?;
+        } else if self.missing.contains(&image) && plan::handler(series) != NATIVE {
             let name = self.starter.image(image);
             let why = format!(
                 "{name} is not on the node: `make bench-image BENCH_IMAGES='bench-small bench-build'`"
@@ -242,7 +247,7 @@ impl<'a> Runner<'a> {
         threads: u32,
         attempt: &mut Attempt,
     ) -> Result<(), Failure> {
-        self.volume(step, step.storage(), attempt)?;
+        self.volume(step, series, step.storage(), attempt)?;
         let device = attempt.volume.as_ref().and_then(Volume::device);
         let path = match device {
             // A native tool sees the host's devices.
@@ -252,7 +257,7 @@ impl<'a> Runner<'a> {
         attempt.commands = commands(step, threads, "", &path)?;
         let mut spec = self.spec(series, "tool", inside(&attempt.commands.tool, None, step.storage()));
         spec.image = step.probe.image;
-        add_volume(&mut spec, attempt);
+        add_volume(&mut spec, attempt)?;
         let started = self.starter.start(&spec).await?;
         let (before, power) = (Reading::now(), self.plan.meter.begin());
         let limit = step.deadline(self.plan.recipe.timeout);
@@ -271,9 +276,10 @@ impl<'a> Runner<'a> {
     async fn roles(&self, before: Reading, tested: &Started, tool: &Started) -> Option<RoleUse> {
         let client = if std::ptr::eq(tested, tool) { None } else { self.starter.ids(tool).await };
         let socket = self.starter.runtime.socket().to_owned();
+        let in_vm = matches!(tested, Started::Vm(_));
         let (tested, tool_s) = (self.starter.ids(tested).await, self.starter.ran_s(tool).await);
         let work = move || {
-            let pods = Pods { tested, client, cri: process::listener(&socket) };
+            let pods = Pods { tested, client, cri: process::listener(&socket), in_vm };
             cpu::since(&before, &pods, tool_s).ok()
         };
         tokio::task::spawn_blocking(work).await.ok().flatten()
@@ -291,8 +297,9 @@ impl<'a> Runner<'a> {
         attempt.commands = commands(step, threads, "", DEVICE)?;
         let storage = step.probe.server_storage;
         let mut spec = self.spec(handler, "server", inside(&attempt.commands.server, Some(port), storage));
-        self.volume(step, storage, attempt)?;
-        add_volume(&mut spec, attempt);
+        spec.port = Some(port);
+        self.volume(step, handler, storage, attempt)?;
+        add_volume(&mut spec, attempt)?;
         let server = self.starter.start(&spec).await?;
         let address = self.starter.serving(&server).await?;
         attempt.commands = commands(step, threads, &address, DEVICE)?;
@@ -325,8 +332,17 @@ impl<'a> Runner<'a> {
     }
 
     /// Makes the volume of a run.
-    fn volume(&self, step: &Step, storage: Option<Storage>, attempt: &mut Attempt) -> Result<(), Failure> {
+    fn volume(
+        &self,
+        step: &Step,
+        series: &str,
+        storage: Option<Storage>,
+        attempt: &mut Attempt,
+    ) -> Result<(), Failure> {
         let Some(storage) = storage else { return Ok(()) };
+        if plan::handler(series) == VM && storage == Storage::Share {
+            return Err(Failure::at("volume", format!("a share {NOT_IN_VM}")));
+        }
         attempt.volume = Volume::make(&self.plan.volumes, storage, step.size()).map_err(|error| {
             Failure::at("volume", format!("cannot create one in {}: {error}", self.plan.volumes.display()))
         })?;
@@ -365,6 +381,10 @@ impl<'a> Runner<'a> {
             mounts: Vec::new(),
             devices: Vec::new(),
             image: Image::default(),
+            cpus: self.plan.cpus,
+            memory: self.plan.memory,
+            disks: Vec::new(),
+            port: None,
         }
     }
 
@@ -385,10 +405,24 @@ fn commands(step: &Step, threads: u32, server: &str, device: &str) -> Result<Com
     step.commands(threads, server, device).map_err(|error| Failure::at("command", error))
 }
 
-fn add_volume(spec: &mut Spec<'_>, attempt: &Attempt) {
+/// Rejects a variant that the series vm does not have.
+fn possible_in_vm(step: &Step) -> Result<(), Failure> {
+    match step.probe.image {
+        Image::BenchSmall => Ok(()),
+        Image::BenchBuild => Err(Failure::at("image", format!("bench-build {NOT_IN_VM}"))),
+    }
+}
+
+fn add_volume(spec: &mut Spec<'_>, attempt: &Attempt) -> Result<(), Failure> {
     let volume = attempt.volume.as_ref();
+    if let Some(volume) = volume.filter(|_| spec.handler == VM) {
+        let disk = volume.disk().map_err(|error| Failure::at("volume", error))?;
+        spec.disks.push(disk);
+        return Ok(());
+    }
     spec.mounts.extend(volume.and_then(Volume::mount));
     spec.devices.extend(volume.and_then(Volume::device));
+    Ok(())
 }
 
 fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {

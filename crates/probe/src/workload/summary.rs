@@ -207,6 +207,7 @@ pub(crate) mod tests_data {
         let plan = Plan {
             runtimes: ["native", "runc"].map(str::to_owned).into(),
             native: None,
+            vm: None,
             client_runtime: "runc".into(),
             probes,
             profile,

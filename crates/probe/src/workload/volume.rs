@@ -2,13 +2,16 @@
 //! memory, on the host's disk or behind a process.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
 use super::block::BlockDevice;
 use crate::options::{Device, Mount};
+use crate::vm::arguments::Disk;
 
 /// Mount point of a volume in a container.
 const INSIDE: &str = "/data";
@@ -16,6 +19,9 @@ const INSIDE: &str = "/data";
 const DEVICE: &str = "/dev/bench";
 /// The tmpfs of every container.
 const SHARED_MEMORY: &str = "/dev/shm";
+
+/// Size of the file with a VM's file system, bytes. It has holes: only what the tool writes takes space.
+const DISK: u64 = 16 << 30;
 
 /// A kind of storage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,7 +75,7 @@ pub enum Volume {
 
 impl Volume {
     /// Creates a volume below `parent`, `size` bytes if it is a device; `None` for storage that needs none.
-    pub fn make(parent: &Path, storage: Storage, size: u64) -> std::io::Result<Option<Self>> {
+    pub fn make(parent: &Path, storage: Storage, size: u64) -> io::Result<Option<Self>> {
         // kubelet's path of an emptyDir, by which runtimes recognise one.
         let part = match storage {
             Storage::Tmpfs => return Ok(None),
@@ -91,6 +97,26 @@ impl Volume {
         match self {
             Volume::Directory { mount, .. } => Some(mount.clone()),
             Volume::Device(_) => None,
+        }
+    }
+
+    /// Returns it as a VM's disk: a directory has a file with an ext4 in it.
+    pub fn disk(&self) -> io::Result<Disk> {
+        match self {
+            Volume::Directory { mount, .. } => {
+                let path = mount.host_path.join("disk");
+                fs::File::create(&path)?.set_len(DISK)?;
+                // A new file system of each run is as empty as a new directory.
+                let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&path).output()?;
+                if !made.status.success() {
+                    let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
+                    return Err(io::Error::other(format!("mkfs.ext4 failed ({}): {said}", made.status)));
+                }
+                Ok(Disk { serial: "data", path, direct: false, read_only: false })
+            }
+            Volume::Device(device) => {
+                Ok(Disk { serial: "bench", path: device.node().to_owned(), direct: true, read_only: false })
+            }
         }
     }
 

@@ -19,7 +19,7 @@ use sandboxer_probe::workload::run::Run;
 use sandboxer_probe::workload::store::Store;
 use sandboxer_probe::workload::{measure, report};
 
-use super::interrupt;
+use super::{interrupt, vm};
 use crate::{Global, render};
 
 /// Start and removal of a pod, ms; added to its tool's time to estimate the remaining time.
@@ -31,6 +31,7 @@ Examples:
   sandboxer-cli workload --probe cpu --probe redis --runtime runc --runtime sandboxer
   sandboxer-cli workload --runtime runc --runtime sandboxer --profile paper --repeat 10 --output target/workload
   sandboxer-cli workload --probe cpu --runtime runc --runtime runc --repeat 10   # two equal runtimes
+  sandboxer-cli workload --probe cpu --runtime runc --runtime sandboxer --runtime vm --vm-image \"$(scripts/bench-vm.sh)\"
   sandboxer-cli workload --probe cpu --runtime runc --json | jq '.series[] | {runtime, case, name, p50}'
 
 `make bench-image` builds the image with the tools from Debian packages and loads it.";
@@ -44,7 +45,8 @@ pub struct Args {
     /// Probe to run; repeat for more [default: all that `workload list` shows]
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<String>,
-    /// Runtime handler, or "native" for processes of this host; repeat to compare several: they alternate. The same one twice
+    /// Runtime handler, "native" for processes of this host, or "vm" for conventional VMs (QEMU's machine q35, Debian's kernel,
+    /// systemd); repeat to compare several: they alternate. The same one twice
     /// ("runc" and "runc#2") shows how much two equal runtimes differ
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
@@ -57,6 +59,12 @@ pub struct Args {
     /// Address of this host at which pods reach native servers [default: that of the default route]
     #[arg(long, value_name = "ADDRESS", requires = "native_root")]
     native_address: Option<std::net::IpAddr>,
+    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    #[arg(long, value_name = "FILE")]
+    vm_image: Option<PathBuf>,
+    /// Address of this host at which pods reach servers in VMs [default: that of the default route]
+    #[arg(long, value_name = "ADDRESS", requires = "vm_image")]
+    vm_address: Option<std::net::IpAddr>,
     /// Runtime handler of the pods that clients of servers run in
     #[arg(long, default_value = "runc")]
     client_runtime: String,
@@ -174,6 +182,7 @@ fn plan(args: Args) -> Result<Plan> {
             build_root: args.native_build_root,
             ..Native::of(root, args.native_address.map(|address| address.to_string()))
         }),
+        vm: vm::of(args.vm_image.as_ref(), args.vm_address.map(|address| address.to_string())),
         client_runtime: args.client_runtime,
         profile: args.profile,
         repeat: args.repeat,

@@ -1,0 +1,185 @@
+//! The series `vm`: a conventional VM beside containers, for comparison. QEMU's machine q35 with its firmware, Debian's kernel,
+//! systemd as init, and one unit that runs a command.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`arguments`] | QEMU's command line |
+//! | [`port`] | what the guest sends: output and exit code |
+//! | [`process`] | a VM from its start to its end |
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::manifest::Facts;
+
+pub mod arguments;
+pub mod port;
+pub mod process;
+
+/// Name of the series, in place of a handler's.
+pub const VM: &str = "vm";
+/// The VMM.
+const QEMU: &str = "qemu-system-x86_64";
+/// Why no row has the time to the first answered ping.
+pub const NO_PING: &str = "QEMU's user-mode network passes no ping to the guest; that needs a tap device";
+/// Memory of the VMM itself, bytes: its control group's limit is the guest's memory and this.
+pub const VMM_MEMORY: u64 = 512 << 20;
+/// Processors of a VM whose size no option names.
+pub const DEFAULT_CPUS: u32 = 1;
+/// Memory of a VM whose size no option names, bytes.
+pub const DEFAULT_MEMORY: u64 = 512 << 20;
+
+/// Why a VM cannot be used.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum VmError {
+    /// No image was named.
+    #[error("series vm needs a disk: make one with `make bench-vm` and name it with --vm-image")]
+    NoImage,
+    /// A file of the image is missing.
+    #[error(
+        "cannot use the VM image: {path} is not a file; `make bench-vm` makes disk.raw, vmlinuz and initrd in one directory"
+    )]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A step on the host failed.
+    #[error("cannot {action}: {reason}")]
+    Host {
+        /// What was attempted.
+        action: &'static str,
+        /// What the system said.
+        reason: String,
+    },
+    /// The guest sent something else than frames, or too much.
+    #[error("the guest's output is unusable: {0}")]
+    Output(#[from] port::PortError),
+    /// QEMU exited.
+    #[error("QEMU exited before the command ended ({status}); its last output: {said}")]
+    Exited {
+        /// Its exit status.
+        status: String,
+        /// Its last output, or the guest's console's.
+        said: String,
+    },
+    /// The unit did not start in time.
+    #[error("the guest did not start its unit within {limit:?}; its last output: {said}")]
+    NoUnit {
+        /// The timeout.
+        limit: std::time::Duration,
+        /// Its last output, or the guest's console's.
+        said: String,
+    },
+}
+
+/// A disk with the kernel and initrd beside it.
+#[derive(Debug, Clone)]
+pub struct Image {
+    /// The root disk, raw.
+    pub disk: PathBuf,
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initrd.
+    pub initrd: PathBuf,
+}
+
+impl Image {
+    /// Returns the image of a root disk.
+    pub fn of(disk: &Path) -> Self {
+        Self {
+            disk: disk.to_owned(),
+            kernel: disk.with_file_name("vmlinuz"),
+            initrd: disk.with_file_name("initrd"),
+        }
+    }
+
+    /// Checks that its files exist.
+    pub fn check(&self) -> Result<(), VmError> {
+        let missing = [&self.disk, &self.kernel, &self.initrd].into_iter().find(|path| !path.is_file());
+        missing.map_or(Ok(()), |path| Err(VmError::Missing { path: path.clone() }))
+    }
+}
+
+/// What executes the guest's instructions.
+#[derive(Debug, Clone)]
+pub struct Accelerator {
+    /// KVM; else QEMU emulates the processor.
+    pub kvm: bool,
+    /// Why.
+    pub reason: String,
+}
+
+/// How VMs of the series are run.
+#[derive(Debug, Clone)]
+pub struct Vm {
+    /// Disk, kernel and initrd.
+    pub image: Image,
+    /// The VMM.
+    pub program: PathBuf,
+    /// What executes the guest's instructions.
+    pub accelerator: Accelerator,
+    /// Address of this host at which clients in pods reach servers in the VM.
+    pub address: Option<String>,
+    /// File system of control groups; tests have another one.
+    pub groups: PathBuf,
+}
+
+impl Vm {
+    /// Returns VMs of this disk.
+    pub fn of(disk: &Path, accelerator: Accelerator, address: Option<String>) -> Self {
+        let (program, groups) = (QEMU.into(), "/sys/fs/cgroup".into());
+        Self { image: Image::of(disk), program, accelerator, address, groups }
+    }
+
+    /// Returns its properties for a result.
+    pub fn facts(&self, cpus: u32, memory: u64) -> Facts {
+        let accelerator = if self.accelerator.kvm { "kvm" } else { "tcg" };
+        let facts: [(&str, Value); 12] = [
+            ("type", json!("conventional VM: QEMU, machine q35, SeaBIOS, Debian's kernel, systemd")),
+            ("accelerator", json!(accelerator)),
+            ("accelerator_reason", json!(self.accelerator.reason)),
+            ("vmm", json!(self.program)),
+            ("disk", json!(self.image.disk)),
+            (
+                "boot",
+                json!("QEMU's -kernel passes kernel and initrd to the firmware: there is no boot loader"),
+            ),
+            ("cpus", json!(cpus)),
+            ("memory_bytes", json!(memory)),
+            ("memory_limit_of_vmm_bytes", json!(memory + VMM_MEMORY)),
+            ("network", json!("QEMU's user-mode network; one port of this host is forwarded to a server")),
+            ("address_of_servers", json!(self.address)),
+            ("first_ping", json!(format!("not measured: {NO_PING}"))),
+        ];
+        facts.map(|(name, fact)| (name.to_owned(), fact)).into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_file_of_the_image_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = Image::of(&dir.path().join("disk.raw"));
+        for name in ["disk.raw", "vmlinuz", "initrd"] {
+            let error = image.check().unwrap_err().to_string();
+            assert!(error.contains(&format!("/{name} is not a file")), "{error}");
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        image.check().unwrap();
+    }
+
+    #[test]
+    fn an_emulated_guest_is_said_to_be_one() {
+        let accelerator = Accelerator { kvm: false, reason: "no /dev/kvm".into() };
+        let facts = Vm::of(Path::new("/d/disk.raw"), accelerator, None).facts(1, 512 << 20);
+        assert_eq!(
+            (&facts["accelerator"], &facts["accelerator_reason"]),
+            (&json!("tcg"), &json!("no /dev/kvm"))
+        );
+        assert!(facts["first_ping"].as_str().unwrap().starts_with("not measured"));
+    }
+}

@@ -129,6 +129,7 @@ impl Bench {
         if let Some(vm) = plan.vms().map_err(PlanError::Vm)? {
             let memory = plan.recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20);
             report.manifest.runtimes.insert(VM.into(), vm.facts(vm::DEFAULT_CPUS, memory));
+            report.notes.extend(vm.remark());
             report.not_measured.insert(format!("series.{VM}.first_ping"), vm::NO_PING.into());
         }
         if let Some(store) = &mut store {

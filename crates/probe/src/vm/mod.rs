@@ -132,6 +132,13 @@ impl Vm {
         Self { image: Image::of(disk), program, accelerator, address, groups }
     }
 
+    /// Returns the remark that its guests are emulated, if they are.
+    pub fn remark(&self) -> Option<String> {
+        let reason = &self.accelerator.reason;
+        (!self.accelerator.kvm)
+            .then(|| format!("{VM}: QEMU emulates the guest's processor, so its figures say nothing about a VM on KVM: {reason}"))
+    }
+
     /// Returns its properties for a result.
     pub fn facts(&self, cpus: u32, memory: u64) -> Facts {
         let accelerator = if self.accelerator.kvm { "kvm" } else { "tcg" };
@@ -175,11 +182,15 @@ mod tests {
     #[test]
     fn an_emulated_guest_is_said_to_be_one() {
         let accelerator = Accelerator { kvm: false, reason: "no /dev/kvm".into() };
-        let facts = Vm::of(Path::new("/d/disk.raw"), accelerator, None).facts(1, 512 << 20);
+        let vm = Vm::of(Path::new("/d/disk.raw"), accelerator, None);
+        let facts = vm.facts(1, 512 << 20);
         assert_eq!(
             (&facts["accelerator"], &facts["accelerator_reason"]),
             (&json!("tcg"), &json!("no /dev/kvm"))
         );
+        assert!(vm.remark().unwrap().ends_with(": no /dev/kvm"));
+        let on_kvm = Vm { accelerator: Accelerator { kvm: true, reason: String::new() }, ..vm };
+        assert_eq!(on_kvm.remark(), None);
         assert!(facts["first_ping"].as_str().unwrap().starts_with("not measured"));
     }
 }

@@ -4,6 +4,7 @@ use std::fs;
 use std::io::{self, PipeReader, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -123,7 +124,8 @@ impl Vm {
         // QEMU ends with the thread that spawned it, and that thread waits for its end: so QEMU also ends if this process is killed.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]).arg(&self.program).args(machine.arguments());
-        command.stdin(Stdio::from(OwnedFd::from(theirs)));
+        // Ctrl-C is for this process, which then ends the VM.
+        command.process_group(0).stdin(Stdio::from(OwnedFd::from(theirs)));
         command.stdout(to_console.try_clone().map_err(host("create the pipe of a VM's console"))?);
         command.stderr(to_console);
         let of_groups = groups.as_ref().map(|groups| groups.paths().to_vec()).unwrap_or_default();

@@ -18,7 +18,7 @@ use crate::measure::Bench;
 use crate::options::Network;
 use crate::runtime::RuntimeError;
 use crate::startup::{PlanError, check_handlers};
-use crate::vm::VM;
+use crate::vm::{VM, Vm};
 
 /// Why there is no result. A measurement that ends early has a result with the reason instead.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +141,7 @@ pub async fn measure(
     let ended = runner.run(&mut keep).await;
     let mut report = Report::of(plan, manifest, bench.clock, runner.sides, &runner.runs);
     report.notes.extend(runner.notes);
+    report.notes.extend(plan.vms().ok().flatten().and_then(Vm::remark));
     end(&mut report, ended.err());
     if let Some(Err(error)) = store.map(|store| store.report(&report)) {
         let why = format!("cannot write the whole result: {}", chain(&error));

@@ -17,6 +17,11 @@ host() {
     find /run -maxdepth 1 \( -name 'sbx-*' -o -name 'sandboxer*' \) -printf 'file %p\n' 2>/dev/null || true
     find /var/lib/cni -type f -printf 'file %p\n' 2>/dev/null || true
     for file in /sys/block/loop*/loop/backing_file; do [[ ! -r $file ]] || echo "loop device of $(<"$file")"; done
+    # What a kubelet uses and sets outside its stack, unless another stack has one.
+    if [[ -z $(other_node) ]]; then
+        find /var/lib/kubelet /var/log/containers /var/log/pods -printf 'file %p\n' 2>/dev/null || true
+        for file in vm.{overcommit_memory,panic_on_oom} kernel.{panic,panic_on_oops}; do echo "sysctl $file=$(sysctl -n "$file")"; done
+    fi
     for file in /sys/class/net/*; do echo "network interface ${file##*/}"; done
 }
 

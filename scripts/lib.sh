@@ -130,3 +130,50 @@ unpack_debian_package() {
     rm -rf "$work"
     ((status == 0)) || die "cannot download Debian's package $1: run apt-get update"
 }
+
+# --- processes of the stack DIR: known by pid and start time ----------------------------------------------------
+
+# running NAME: prints its pid if the recorded process still is the one that was started, and not a zombie.
+running() {
+    local pid start
+    { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
+    [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && alive "$pid" && printf '%s' "$pid"
+}
+
+# A zombie does not run any more, however long its parent (often pid 1 here) takes to reap it.
+alive() { local state; state=$(stat_field "$1" 3) && [[ $state != [ZX] ]]; }
+
+# gone PID SECONDS: succeeds if the process has ended by then. Bash has no pidfd, so this polls.
+gone() {
+    local end=$((SECONDS + $2))
+    while alive "$1"; do
+        ((SECONDS < end)) || return 1
+        sleep 0.02
+    done
+}
+
+# end_pid PID SECONDS: sends SIGTERM, waits, then sends SIGKILL.
+end_pid() {
+    kill -TERM "$1" 2>/dev/null || return 0
+    gone "$1" "$2" && return
+    say "process $1 did not end within $2 s: killed"
+    kill -KILL "$1" 2>/dev/null || true
+    gone "$1" 5 || say "process $1 is still there"
+}
+
+# start NAME COMMAND…: starts it unless it already runs.
+start() {
+    local name=$1
+    shift
+    ! running "$name" >/dev/null || return 0
+    "$ROOT/scripts/start-ready.pl" "$RUN/$name.notify" "$DIR/$name/log" "$DIR/pids/$name" 60 "$@"
+}
+
+# other_node: prints the directory of another stack with a Kubernetes node on it, if there is one.
+other_node() {
+    local file dir
+    for file in /run/sbx-*/dir; do
+        dir=$(cat "$file" 2>/dev/null) || continue
+        [[ $dir == "$DIR" || ! -e $dir/kubernetes ]] || printf '%s\n' "$dir"
+    done | head -n 1
+}

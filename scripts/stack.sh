@@ -6,9 +6,11 @@
 #   stack.sh status DIR             prints what runs; exit 1 unless everything does
 # Our programs come from SANDBOXER_BIN_DIR (default target/release), the guest image from SANDBOXER_GUEST_DIR (default
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
-# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB).
+# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB),
+# STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
 # STACK_GVISOR=1 adds the handler gvisor (runsc with its own shim, built once, some minutes).
+# STACK_NETWORK=here: the bridge of the pods is in the caller's network namespace, not in a separate one, and pods have IPv4 only.
 # STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -30,36 +32,6 @@ esac
 BUSYBOX=docker.io/library/busybox:latest
 PAUSE=registry.k8s.io/pause:3.10.2
 
-# --- processes: known by pid and start time --------------------------------------------------------------
-
-# running NAME: prints its pid if the recorded process still is the one that was started, and not a zombie.
-running() {
-    local pid start
-    { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
-    [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && alive "$pid" && printf '%s' "$pid"
-}
-
-# A zombie does not run any more, however long its parent (often pid 1 here) takes to reap it.
-alive() { local state; state=$(stat_field "$1" 3) && [[ $state != [ZX] ]]; }
-
-# gone PID SECONDS: succeeds if the process has ended by then. Bash has no pidfd, so this polls.
-gone() {
-    local end=$((SECONDS + $2))
-    while alive "$1"; do
-        ((SECONDS < end)) || return 1
-        sleep 0.02
-    done
-}
-
-# end_pid PID SECONDS: sends SIGTERM, waits, then sends SIGKILL.
-end_pid() {
-    kill -TERM "$1" 2>/dev/null || return 0
-    gone "$1" "$2" && return
-    say "process $1 did not end within $2 s: killed"
-    kill -KILL "$1" 2>/dev/null || true
-    gone "$1" 5 || say "process $1 is still there"
-}
-
 # --- up ----------------------------------------------------------------------------------------------------
 
 fill() {
@@ -69,7 +41,7 @@ fill() {
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
         -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
         -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" \
-        -e "s|@MEMORY@|${STACK_MEMORY:-256}|g" "$1"
+        -e "s|@MEMORY@|${STACK_MEMORY:-256}|g; s|@AGENT_TIMEOUT@|${STACK_AGENT_TIMEOUT:-60}|g" "$1"
 }
 
 # configure TEMPLATE FILE: writes FILE once; later edits stay.
@@ -127,16 +99,24 @@ pod_network() {
     [[ -x $plugins/bridge && -x $plugins/host-local && -x $plugins/loopback ]] ||
         die "no CNI plugins in $plugins: apt-get install containernetworking-plugins"
     mkdir -p "$DIR"/cni/{bin,net.d,two.d}
-    if ! mountpoint -q "$DIR/cni/netns"; then
-        : >"$DIR/cni/netns"
-        unshare --net="$DIR/cni/netns" ip link set lo up
-    fi
     ln -sfn "$plugins/host-local" "$DIR/cni/bin/host-local"
     # containerd 1.x runs it for every pod.
     ln -sfn "$plugins/loopback" "$DIR/cni/bin/loopback"
-    printf '#!/bin/sh\nexec nsenter --net="%s" "%s" "$@"\n' "$DIR/cni/netns" "$plugins/bridge" >"$DIR/cni/bin/bridge"
-    chmod 0755 "$DIR/cni/bin/bridge"
-    fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
+    if [[ ${STACK_NETWORK:-} == here ]]; then
+        ln -sfn "$plugins/bridge" "$DIR/cni/bin/bridge"
+        ln -sfn "$plugins/portmap" "$DIR/cni/bin/portmap"
+        fill "$ROOT/vmm-configs/containerd/node-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
+    else
+        if ! mountpoint -q "$DIR/cni/netns"; then
+            : >"$DIR/cni/netns"
+            unshare --net="$DIR/cni/netns" ip link set lo up
+        fi
+        # A new file: the old one may be a link to the host's plugin.
+        printf '#!/bin/sh\nexec nsenter --net="%s" "%s" "$@"\n' "$DIR/cni/netns" "$plugins/bridge" >"$DIR/cni/bin/bridge.new"
+        chmod 0755 "$DIR/cni/bin/bridge.new"
+        mv -T "$DIR/cni/bin/bridge.new" "$DIR/cni/bin/bridge"
+        fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
+    fi
     # Pods of the handlers `…-two` have both networks.
     cp "$DIR/cni/net.d/10-$NETWORK.conflist" "$DIR/cni/two.d/"
     fill "$ROOT/vmm-configs/containerd/second-network.conflist.in" >"$DIR/cni/two.d/20-$NETWORK.conflist"
@@ -196,14 +176,6 @@ export SANDBOXER_CONFIG=$DIR/sandboxer/config.toml
 export SANDBOXER_CGROUP_PARENT=$CGROUP
 export PATH="$DIR/bin:\$PATH"
 END
-}
-
-# start NAME COMMAND…: starts it unless it already runs.
-start() {
-    local name=$1
-    shift
-    ! running "$name" >/dev/null || return 0
-    "$ROOT/scripts/start-ready.pl" "$RUN/$name.notify" "$DIR/$name/log" "$DIR/pids/$name" 60 "$@"
 }
 
 up() {

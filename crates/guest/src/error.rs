@@ -71,9 +71,21 @@ impl GuestError {
             Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
                 Code::FailedPrecondition
             }
+            Self::Failed { source, .. } if is_late(source) => Code::DeadlineExceeded,
             Self::Greeting { .. } | Self::Failed { .. } | Self::KeptAlive { .. } | Self::Violated { .. } => {
                 Code::Unavailable
             }
         }
     }
+}
+
+/// What the transport says when a call's time is over. It has no variant for it.
+const TIME_IS_OVER: &str = "Request deadline elapsed";
+
+/// What a call says whose guest has not read the earlier ones by then.
+pub(crate) const NOT_READ: &str = "the guest does not read calls";
+
+/// Returns whether a call failed because the guest did not respond in time, and not because its session ended.
+fn is_late(error: &ttrpc::Error) -> bool {
+    matches!(error, ttrpc::Error::Others(text) if text == TIME_IS_OVER || text == NOT_READ)
 }

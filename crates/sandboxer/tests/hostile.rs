@@ -289,7 +289,8 @@ async fn an_answer_that_comes_late_is_nobodys() {
     pod.create_container(new).await.unwrap();
     pod.start_process(id("c1"), None).await.unwrap();
     let error = pod.signal(id("c1"), None, 15, false).await.unwrap_err();
-    assert!(matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded), "{error}");
+    // A kubelet counts a probe as failed by this code alone.
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
     // The agent answers one call after the other: when this one has its answer, the late one has arrived.
     let came = async { while pod.stats(None).await.is_err() {} };
     tokio::time::timeout(BOOT_TIMEOUT, came).await.expect("its session is over");

@@ -13,6 +13,7 @@ use ttrpc::context::{Context, with_duration};
 use crate::{
     GuestError,
     bounds::{Violation, plain},
+    error::NOT_READ,
     outbox::Room,
 };
 
@@ -193,6 +194,6 @@ impl Session {
             _ => Duration::MAX,
         };
         let room = tokio::time::timeout(limit, self.room.wait()).await;
-        room.map_err(|_| ttrpc::Error::Others("the guest does not read calls".to_owned()))
+        room.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
     }
 }

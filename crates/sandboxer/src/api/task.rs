@@ -15,7 +15,7 @@ use containerd_shim_protos::{
     protobuf::well_known_types::any::Any,
     shim_async::{Task, create_task},
 };
-use sandboxer_base::Code;
+use sandboxer_base::{Code, chain};
 use sandboxer_front::frame::REPEATED;
 use sandboxer_guest::Signal;
 use sandboxer_host::rootfs::Mount;
@@ -220,7 +220,15 @@ impl TaskService {
                 request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
                 again: Self::again(context),
             };
-            self.pod_of(&of)?.deliver(of, exec, signal).await
+            let asks_politely = exec.is_none() && signal.number != Signal::KILL;
+            match self.pod_of(&of)?.deliver(of.clone(), exec, signal).await {
+                // A hung guest. After an error, containerd would never send the KILL that ends it.
+                Err(error) if asks_politely && error.code() == Code::DeadlineExceeded => {
+                    tracing::warn!(container = %of, signal = request.signal, error = chain(&error), "guest did not acknowledge a signal");
+                    Ok(())
+                }
+                delivered => delivered,
+            }
         };
         signalled.await.map(|()| Empty::new()).map_err(ttrpc)
     }

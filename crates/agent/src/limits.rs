@@ -72,20 +72,39 @@ impl Limits {
     }
 
     /// Rejects raising the limits of `group` beyond the VM's size, which is fixed. A limit that is already
-    /// beyond it may stay or be lowered.
+    /// beyond it may stay or be lowered; a group without a limit gets none beyond it.
     pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
+        self.check_with(guest, |limit, has| limit.is_none_or(|limit| has > limit), group)
+    }
+
+    /// Rejects limits of a new container that are beyond the VM's size and beyond those of its pod, in group
+    /// `all`: the pod was made with other ones. A pod that was made with such a limit, or with none, got the
+    /// VM that the node can give it.
+    pub fn check_new(&self, all: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
+        self.check_with(guest, |limit, has| limit.is_some_and(|limit| has > limit), all)
+    }
+
+    /// Rejects a limit beyond the VM's size if `is_raised` holds for the group's limit, `None` if there is no
+    /// limit, and the new one.
+    fn check_with(
+        &self,
+        guest: GuestSize,
+        is_raised: impl Fn(Option<f64>, f64) -> bool,
+        group: &Cgroup,
+    ) -> Result<(), Failure> {
         if let Some(Bytes(Some(bytes))) = self.memory
             && bytes > guest.memory
-            && group.read("memory.max").is_ok_and(|now| now.trim().parse().is_ok_and(|now: u64| bytes > now))
+            && group.read("memory.max").is_ok_and(|now| is_raised(now.trim().parse().ok(), bytes as f64))
         {
             let (asked, has) = (bytes >> 20, guest.memory >> 20);
             return Err(too_much(&format!("{asked} MiB of memory"), &format!("{has} MiB")));
         }
         if let Some(asked @ Cpu { quota_us: Some(_), .. }) = self.cpu
             && asked.cpus() > guest.cpus as f64
-            && group
-                .read("cpu.max")
-                .is_ok_and(|now| Cpu::of(&now).is_some_and(|now| asked.cpus() > now.cpus()))
+            && group.read("cpu.max").is_ok_and(|now| {
+                let now = Cpu::of(&now).map(Cpu::cpus).filter(|cpus| cpus.is_finite());
+                is_raised(now, asked.cpus())
+            })
         {
             return Err(too_much(&format!("{} CPUs", asked.cpus()), &guest.cpus.to_string()));
         }
@@ -202,7 +221,28 @@ mod tests {
         of_pod(400_000, 100_000, 4 << 30).check(&wide, GUEST).unwrap();
         of_pod(300_000, 100_000, 1 << 30).check(&wide, GUEST).unwrap();
         assert!(of_pod(500_000, 100_000, 0).check(&wide, GUEST).is_err());
+    }
+
+    #[test]
+    fn a_group_without_a_limit_gets_none_beyond_the_guest() {
+        let dir = tempfile::tempdir().unwrap();
         let unlimited = group(&dir, "max 100000\n", "max\n");
-        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, GUEST).unwrap();
+        assert!(of_pod(0, 0, 4 << 30).check(&unlimited, GUEST).is_err());
+        assert!(of_pod(500_000, 100_000, 0).check(&unlimited, GUEST).is_err());
+        of_pod(200_000, 100_000, 512 << 20).check(&unlimited, GUEST).unwrap();
+    }
+
+    #[test]
+    fn a_new_container_has_no_more_than_the_guest_or_what_its_pod_was_made_with() {
+        let dir = tempfile::tempdir().unwrap();
+        let pod = group(&dir, "100000 100000\n", "268435456\n");
+        assert!(of_pod(0, 0, 513 << 20).check_new(&pod, GUEST).is_err());
+        assert!(of_pod(300_000, 100_000, 0).check_new(&pod, GUEST).is_err());
+        // Beyond the pod alone: the pod's own limit holds.
+        of_pod(200_000, 100_000, 512 << 20).check_new(&pod, GUEST).unwrap();
+        let wide = group(&dir, "400000 100000\n", "4294967296\n");
+        of_pod(400_000, 100_000, 4 << 30).check_new(&wide, GUEST).unwrap();
+        let unlimited = group(&dir, "max 100000\n", "max\n");
+        of_pod(500_000, 100_000, 4 << 30).check_new(&unlimited, GUEST).unwrap();
     }
 }

@@ -94,6 +94,9 @@ pub fn create(
     stdio: &Stdio<'_>,
 ) -> Result<i32, Failure> {
     let mut spec = spec::parse(json)?;
+    if let Some(resources) = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref()) {
+        Limits::of_container(resources).check_new(&Cgroup::of_all(), GuestSize::this())?;
+    }
     let dir = Dir::of(id);
     dir.assemble(plan)?;
     volume::stage(&dir, spec.mounts_mut().get_or_insert_default())?;

@@ -159,6 +159,16 @@ async fn limits_beyond_the_vm(case: Case) -> Result<()> {
         }
     }
     ensure!(container.sh("cat /sys/fs/cgroup/memory.max").await? == (64 << 20).to_string());
+    // As kubelet does when it restarts a container after a resize that was refused.
+    for (name, asked, says) in
+        [("cpus", limits(64, 64), "64 CPUs"), ("memory", limits(1 << 20, 1), "1048576 MiB")]
+    {
+        let mut config = idle(name);
+        config.linux.get_or_insert_default().resources = Some(asked);
+        let refused = pod.start(config).await.err().context("of a new container")?;
+        let refused = format!("{refused:#}");
+        ensure!(refused.contains(says) && refused.contains("restart the pod"), "{refused}");
+    }
     Ok(())
 }
 

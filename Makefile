@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd test-kubernetes soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -129,6 +129,12 @@ VERSIONS ?= 1.6.20 1.7.27 2.0.5 2.1.4 2.2.0 2.3.0 2.4.2
 CASES ?= lifecycle,sandbox,container,streams,failure,daemon,worker,snapshotters,network,volumes
 test-containerd: build build-failing guest-image ## run cases beside each of VERSIONS of containerd (CASES=all: every case); writes docs/compatibility.md (needs root)
 	@scripts/test-containerd.sh "$(CASES)" $(VERSIONS)
+
+# Some minutes, most of them kubelet's periods. The host's processors bound how many more.
+test-kubernetes: build guest-image tools ## run a real kubelet on a stack: each case beside runc; writes docs/compatibility.md (needs root; builds Kubernetes once)
+	@scripts/tools.sh kubernetes >/dev/null
+	SANDBOXER_E2E_KUBERNETES=1 SANDBOXER_E2E_TABLE=$(CURDIR)/docs/compatibility.md \
+	cargo test -p sandboxer-e2e --test kubernetes -- --nocapture
 
 SOAK_SECONDS ?= 180
 soak: build build-failing guest-image tools ## run churn for SOAK_SECONDS (180), half of them with kills; look for leaks (needs root)

@@ -1,4 +1,5 @@
-//! A separate stack, started and stopped by `scripts/stack.sh`, like `make up`.
+//! A separate stack, started and stopped by `scripts/stack.sh`, like `make up`, or with a Kubernetes node by
+//! `scripts/kubernetes.sh`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -34,6 +35,8 @@ pub struct Stack {
     dir: PathBuf,
     before: tempfile::NamedTempFile,
     env: HashMap<String, String>,
+    /// What starts and removes it.
+    script: &'static str,
     daemon: bool,
     down: bool,
 }
@@ -59,6 +62,15 @@ impl Victim {
 impl Stack {
     /// Starts a stack in a directory of this process. Removes stacks of killed runs first.
     pub fn up(daemon: bool) -> Result<Self> {
+        Self::up_by("stack.sh", daemon)
+    }
+
+    /// Starts a stack with a Kubernetes node on it, by `scripts/kubernetes.sh`.
+    pub fn up_with_kubelet() -> Result<Self> {
+        Self::up_by("kubernetes.sh", true)
+    }
+
+    fn up_by(script_name: &'static str, daemon: bool) -> Result<Self> {
         ensure!(
             nix::unistd::geteuid().is_root(),
             "the end-to-end tests need root: they mount and make namespaces"
@@ -67,7 +79,7 @@ impl Stack {
         let dir = std::env::temp_dir().join(format!("{PREFIX}{}", std::process::id()));
         let before = tempfile::NamedTempFile::new()?;
         script("leftovers.sh", &["record".as_ref(), dir.as_ref(), before.path()])?;
-        let mut stack = Self { dir, before, env: HashMap::new(), daemon, down: false };
+        let mut stack = Self { dir, before, env: HashMap::new(), script: script_name, daemon, down: false };
         stack.start()?;
         Ok(stack)
     }
@@ -95,7 +107,7 @@ impl Stack {
         if !self.daemon {
             args.push(Path::new("--no-daemon"));
         }
-        script_with("stack.sh", &args, variables).map(drop)
+        script_with(self.script, &args, variables).map(drop)
     }
 
     /// Returns the resources of pods in the running stack; none after every pod is removed.
@@ -158,12 +170,13 @@ impl Stack {
     fn take_down(&self) -> Result<()> {
         if self.kept() {
             eprintln!(
-                "kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/stack.sh down {0}",
-                self.dir.display()
+                "kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/{1} down {0}",
+                self.dir.display(),
+                self.script
             );
             return Ok(());
         }
-        script("stack.sh", &["down".as_ref(), self.dir.as_ref()])?;
+        script(self.script, &["down".as_ref(), self.dir.as_ref()])?;
         script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
     }
 
@@ -373,7 +386,8 @@ fn sweep() -> Result<()> {
             continue;
         };
         if !Path::new("/proc").join(pid).exists() && path.join(".stack").exists() {
-            script("stack.sh", &["down".as_ref(), path.as_ref()])?;
+            let by = if path.join("kubernetes").exists() { "kubernetes.sh" } else { "stack.sh" };
+            script(by, &["down".as_ref(), path.as_ref()])?;
         }
     }
     Ok(())

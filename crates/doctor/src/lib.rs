@@ -46,6 +46,7 @@ use sandboxer_config::{
     Config, VmConfig, VmmChoice,
     VmmName::{CloudHypervisor, Firecracker, Qemu},
 };
+pub use sandboxer_vmm::kvm::{KvmUnusable, measure as measure_kvm};
 use sandboxer_vmm::qemu;
 
 /// Deadline for one program, file or socket. Long enough for a slow host: an emulated one takes 3 s for

@@ -2,15 +2,15 @@
 
 use std::path::{Path, PathBuf};
 
+use sandboxer_doctor::{KvmUnusable, measure_kvm};
 use sandboxer_probe::vm::{Accelerator, Vm};
-use sandboxer_vmm::kvm::{self, KvmUnusable};
 
 /// The device that QEMU opens for `-accel kvm`.
 const KVM: &str = "/dev/kvm";
 
 /// Returns VMs of this disk. They use KVM if it is usable, which is measured here.
 pub fn of(disk: Option<&PathBuf>, address: Option<String>) -> Option<Vm> {
-    disk.map(|disk| Vm::of(disk, accelerator(kvm::measure(Path::new(KVM))), address))
+    disk.map(|disk| Vm::of(disk, accelerator(measure_kvm(Path::new(KVM))), address))
 }
 
 fn accelerator(measured: Result<f64, KvmUnusable>) -> Accelerator {

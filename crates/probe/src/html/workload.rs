@@ -3,6 +3,7 @@
 use std::fmt::Write;
 
 use super::{badge, conditions, plots, table, taken};
+use crate::clock::Clock;
 use crate::figures::{Figure, Palette};
 use crate::plot::escape;
 use crate::score::published;
@@ -19,10 +20,11 @@ pub fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     let emulated = result.runtimes().iter().any(|runtime| report.manifest.is_emulated(runtime));
     let _ = write!(
         out,
-        "<h2>{}{}{}{}</h2>",
+        "<h2>{}{}{}{}{}</h2>",
         escape(&result.name),
         badge(report.partial, "partial"),
         badge(report.profile == Profile::Quick, "quick"),
+        badge(report.clock == Clock::Virtual, "virtual time"),
         badge(emulated, "emulated guests")
     );
     taken(out, &report.manifest);
@@ -76,7 +78,7 @@ fn part(out: &mut String, result: &Loaded, probe: &Probe, palette: &Palette) {
     let rows: Vec<Vec<String>> = of_probe.map(|of| row(result, of)).collect();
     table(out, &heading, &rows, 4, "");
     costs(out, &result.report, probe);
-    studies(out, result.report.profile, probe);
+    studies(out, &result.report, probe);
 }
 
 /// Adds CPU time by role, and the work done for it.
@@ -129,18 +131,23 @@ fn row(result: &Loaded, of: &Series) -> Vec<String> {
 }
 
 /// Adds the published means of a probe's metrics, if it ran with the study's parameters.
-fn studies(out: &mut String, profile: Profile, probe: &Probe) {
+fn studies(out: &mut String, report: &Report, probe: &Probe) {
     let like = probe.metrics.iter().flat_map(|metric| published::like(&probe.name, &metric.name));
     let found: Vec<(published::Published, Vec<String>)> = like.collect();
     if found.is_empty() {
         return;
     }
     let study = published::thesis();
-    if profile != Profile::Paper {
+    let why = match (report.profile, report.clock) {
+        (Profile::Paper, Clock::Wall) => None,
+        (Profile::Paper, Clock::Virtual) => Some("this run's times are virtual"),
+        (Profile::Quick, _) => Some("this run was shorter"),
+    };
+    if let Some(why) = why {
+        let study = escape(&study.study);
         let _ = write!(
             out,
-            "<p class=\"muted\">{} has figures of this probe. They are not shown: this run was shorter.</p>",
-            escape(&study.study)
+            "<p class=\"muted\">{study} has figures of this probe. They are not shown: {why}.</p>"
         );
         return;
     }
@@ -209,6 +216,16 @@ mod tests {
                 && paper.contains("419.9")
                 && paper.contains("other hardware")
         );
+    }
+
+    #[test]
+    fn virtual_time_is_said_and_no_published_figure_stands_beside_it() {
+        let mut run = result(Profile::Paper);
+        run.report.clock = Clock::Virtual;
+        run.report.count(&run.runtimes(), &run.runs);
+        let page = crate::html::page(&[], &[run]);
+        assert!(page.contains(">virtual time</span>") && page.contains("times are virtual: one instruction"));
+        assert!(!page.contains("419.9") && page.contains("this run's times are virtual"));
     }
 
     #[test]

@@ -4,7 +4,6 @@ use std::fmt::Write;
 
 use super::cell;
 use crate::score::published;
-use crate::workload::definition::Profile;
 use crate::workload::efficiency;
 use crate::workload::store::Loaded as Workload;
 use crate::workload::summary::shown;
@@ -46,7 +45,7 @@ pub fn workloads(results: &[Workload]) -> String {
                 shown(of.p50)
             );
         }
-        if report.profile == Profile::Paper {
+        if report.is_like_studies() {
             studies(&mut out, result);
         }
         costs(&mut out, result);
@@ -112,6 +111,7 @@ fn studies(out: &mut String, result: &Workload) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::workload::definition::Profile;
     use crate::workload::summary::tests_data::result;
 
     #[test]

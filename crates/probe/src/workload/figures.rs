@@ -1,6 +1,7 @@
 //! Plots of a result of workloads: bars of variants, curves of sweeps, percentiles of latency.
 
-use super::definition::{Metric, Probe, Profile};
+use super::definition::{Metric, Probe};
+use super::report::Report;
 use super::store::Loaded;
 use super::summary::{Series, shown};
 use crate::figures::{Figure, Palette};
@@ -90,7 +91,7 @@ fn bars(
         });
         let mut bars: Vec<Bar> = measured.collect();
         if !bars.is_empty() {
-            bars.extend(published_bars(result.report.profile, probe, metric, case));
+            bars.extend(published_bars(&result.report, probe, metric, case));
         }
         Group { name: (*case).to_owned(), bars }
     };
@@ -110,8 +111,8 @@ fn bars(
 }
 
 /// Returns the published means of one variant with the same parameters.
-fn published_bars(profile: Profile, probe: &Probe, metric: &Metric, case: &str) -> Vec<Bar> {
-    if profile != Profile::Paper {
+fn published_bars(report: &Report, probe: &Probe, metric: &Metric, case: &str) -> Vec<Bar> {
+    if !report.is_like_studies() {
         return Vec::new();
     }
     let like = published::like(&probe.name, &metric.name).into_iter();

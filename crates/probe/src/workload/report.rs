@@ -103,13 +103,18 @@ impl Report {
     }
 
     /// Replaces all figures by those of these runs, and adds notes about them.
-    pub(super) fn count(&mut self, runtimes: &[String], runs: &[Run]) {
+    pub(crate) fn count(&mut self, runtimes: &[String], runs: &[Run]) {
         self.series = summary::series(&self.probes, self.profile, runtimes, runs);
         self.comparisons = summary::comparisons(&self.series, &self.reference, runs);
         self.costs = efficiency::costs(&self.probes, self.profile, runtimes, runs);
         self.not_measured.retain(|name, _| name == POWER);
         self.not_measured.extend(not_measured(&self.series, runs));
         self.explain(runs);
+    }
+
+    /// Returns whether its figures can stand beside published ones: with the studies' parameters, in real time.
+    pub fn is_like_studies(&self) -> bool {
+        self.profile == Profile::Paper && self.clock == Clock::Wall
     }
 
     /// Returns how many counted runs failed.
@@ -139,6 +144,13 @@ impl Report {
         if self.profile == Profile::Quick {
             self.notes
                 .push("quick: shorter than the studies' own runs; do not compare with their figures".into());
+        }
+        if self.clock == Clock::Virtual {
+            self.notes.push(
+                "times are virtual: one instruction of an emulated host is one nanosecond, whatever memory it waits for, and waiting \
+                 for a disk or a timer costs nothing. Use the ratios"
+                    .into(),
+            );
         }
         for (other, (none, all)) in self.no_difference() {
             self.notes.push(format!(

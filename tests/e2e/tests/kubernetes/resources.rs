@@ -136,11 +136,13 @@ fn statistics(run: &Run<'_>) -> Result<()> {
     let volume = json!({ "name": "v", "emptyDir": {} });
     let pod = run.pod("", json!({ "containers": [busy, idle], "volumes": [volume] }))?;
     pod.ready()?;
-    // Some of them are a minute's; those of the container's disk come later than those of memory.
+    // Some of them are a minute's; those of the container's disk and of the pod come later than those of memory.
     let mut last = Value::Null;
     let enough = |entry: &Value| {
         let c = container_of(entry, "c");
         mib(&c["memory"]["workingSetBytes"]) >= 30
+            && mib(&entry["memory"]["workingSetBytes"]) >= 30
+            && entry["cpu"]["usageNanoCores"].as_u64().is_some_and(|cores| cores > 30_000_000)
             && mib(&c["rootfs"]["usedBytes"]) >= 15
             && c["cpu"]["usageNanoCores"].as_u64().is_some_and(|cores| cores > 30_000_000)
             && entry["volume"][0]["usedBytes"].as_u64().is_some_and(|bytes| bytes >= 8 << 20)

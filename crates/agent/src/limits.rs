@@ -71,7 +71,7 @@ impl Limits {
         Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
     }
 
-    /// Rejects raising the limits of `group` beyond the VM's size, which is fixed. A limit that is already
+    /// Rejects raising the limits of `group` beyond the VM's size now. A limit that is already
     /// beyond it may stay or be lowered; a group without a limit gets none beyond it.
     pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         self.check_with(guest, |limit, has| limit.is_none_or(|limit| has > limit), group)
@@ -164,7 +164,7 @@ fn held(group: &Cgroup) -> io::Result<u64> {
 
 fn too_much(asked: &str, has: &str) -> Failure {
     Failure::precondition(format!(
-        "a limit of {asked} is more than the {has} of the pod's VM, which keeps its size: \
+        "a limit of {asked} is more than the {has} of the pod's VM, which cannot have more now: \
          restart the pod with limits of that size"
     ))
 }

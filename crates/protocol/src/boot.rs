@@ -18,8 +18,10 @@ pub const AGENT_VSOCK_PORT: u32 = 1024;
 ///
 /// A panic resets the VM. In a guest with few CPUs, RCU grace periods are short if expedited; mounts and control groups wait for
 /// many of them. A VM that waited in the pool was stopped, not stalled: without the word about stalls Firecracker's guests print a stack at
-/// each claim. By default the kernel takes 2 MiB of memory for each processor as a unit, and then 4 MiB more, which it fills with zeroes, to count whose
-/// the objects in each further unit are; the first container needs one. Units of pages have a tenth of that.
+/// each claim.
+///
+/// The kernel keeps data of each processor in units. By default a unit is 2 MiB, and each further one has a table of 4 MiB, filled with
+/// zeroes, of the owners of its objects. The first container needs a further one. Units of pages are a tenth of that.
 pub const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 rcupdate.rcu_cpu_stall_suppress=1 \
      percpu_alloc=page";
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! What a VM has is asked of its VMM each time, and nothing of its guest, which could say anything. A limit that is beyond the
-//! largest size of a VM changes nothing here; the agent refuses it. So it does if the VM keeps its size.
+//! largest size of a VM changes nothing here; the agent refuses it, as it does for a VM that cannot grow.
 
 use std::{
     sync::{

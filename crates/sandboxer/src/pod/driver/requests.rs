@@ -419,6 +419,7 @@ impl Driver {
                 return self.forward(checked, reply, move |live| async move {
                     live.agent.update_container(&of, resources).await?;
                     readings.forget(Some(&of));
+                    readings.forget(None);
                     Ok(())
                 });
             }

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use oci_spec::runtime::{Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
+use oci_spec::runtime::{Hooks, Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
 use sandboxer_base::Cpus;
 use sandboxer_host::{helper::Helpers, volume::Needed};
 use sandboxer_protocol::{
@@ -143,8 +143,8 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         None => pod.room.rootfs_bytes,
     };
     let is_read_only = spec.root().as_ref().and_then(oci_spec::runtime::Root::readonly).unwrap_or_default();
-    // The hostname is that of the guest; the other two have no meaning in a guest.
-    spec.set_hostname(None).set_domainname(None).set_annotations(None);
+    // The hostname is that of the guest; the others have no meaning in a guest. Hooks are empty here.
+    spec.set_hostname(None).set_domainname(None).set_annotations(None).set_hooks(None::<Hooks>);
     let json = serialise(container, &spec)?;
     Ok(GuestSpec {
         json,
@@ -312,7 +312,8 @@ mod tests {
 
     #[test]
     fn nothing_of_the_host_reaches_the_guest() {
-        let (spec, files) = convert_json(|_| {}).unwrap();
+        let (spec, files) = convert_json(|json| json["hooks"] = serde_json::json!({})).unwrap();
+        assert!(spec.hooks().is_none());
         let linux = spec.linux().as_ref().unwrap();
         assert!(linux.namespaces().iter().flatten().all(|ns| ns.path().is_none()));
         assert!(linux.cgroups_path().is_none());
@@ -324,6 +325,13 @@ mod tests {
         assert_eq!(resources.cpu().as_ref().unwrap().cpus(), &None);
         assert_eq!(spec.process().as_ref().unwrap().apparmor_profile(), &None);
         assert!(files.iter().any(|f| f.path == "/etc/hostname" && f.content == b"web\n"));
+    }
+
+    #[test]
+    fn hooks_are_refused() {
+        let hooks = serde_json::json!({"prestart": [{"path": "/bin/true"}]});
+        let text = convert_json(|json| json["hooks"] = hooks).unwrap_err().to_string();
+        assert!(text.contains("OCI hooks"), "{text}");
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //! CRI names a parent that the manager made and gave limits to. Below it each pod gets a group of its own in every
 //! hierarchy with controllers, v1 and v2 alike. systemd's slices are such directories.
 
+mod short_moves;
+
 use std::{
     fs::{self, File, OpenOptions},
     io,
@@ -13,6 +15,8 @@ use std::{
 use procfs::process::Process;
 use sandboxer_base::Cpus;
 use sandboxer_protocol::id::SandboxId;
+
+pub use self::short_moves::keep_moves_short;
 
 /// Controllers of v1 whose hierarchies are entered. `cpuset` only if a group there was given CPUs: it accepts no process
 /// before.

@@ -26,6 +26,8 @@ pub async fn spawn(
     let spawned =
         tokio::task::spawn_blocking(move || sandboxer_process::spawn(&name, arguments, &run_dir, equipment));
     let spawned = spawned.await.unwrap_or_else(|panic| Err(io::Error::other(panic)));
+    // After the VMM was created in its group: the kernel holds another lock while it waits.
+    sandboxer_process::cgroup::keep_moves_short();
     spawned.map_err(|source| VmmError::Spawn { pod: spec.pod.clone(), program: program.to_owned(), source })
 }
 

@@ -18,12 +18,15 @@ use seccompiler::{
 };
 
 /// Calls refused with any arguments.
-const REFUSED: [libc::c_long; 77] = [
+const REFUSED: [libc::c_long; 78] = [
     // Other interfaces for system calls and page faults.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
     libc::SYS_userfaultfd,
+    // Asynchronous I/O, which waits all the same where a file is in the page cache. To see if it has it, Cloud Hypervisor makes and
+    // destroys a context: for the latter the kernel waits 20 ms for its processors.
+    libc::SYS_io_setup,
     // BPF and performance counters.
     libc::SYS_bpf,
     libc::SYS_perf_event_open,

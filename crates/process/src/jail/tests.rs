@@ -72,6 +72,7 @@ fn calls_that_no_vmm_makes_are_refused() {
         ("io_uring_setup", libc::SYS_io_uring_setup),
         ("io_uring_enter", libc::SYS_io_uring_enter),
         ("userfaultfd", libc::SYS_userfaultfd),
+        ("io_setup", libc::SYS_io_setup),
         ("bpf", libc::SYS_bpf),
         ("perf_event_open", libc::SYS_perf_event_open),
         ("kexec_load", libc::SYS_kexec_load),

@@ -89,7 +89,7 @@ async fn a_vm_of_qemu_keeps_its_memory_and_says_so() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt() {
     let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, |mut guest| async move {
+    let frozen = frozen(&vmm, Pod::spec, async |_, mut guest| {
         assert_eq!(guest.ask("remember before").await, "noted");
     })
     .await;
@@ -111,7 +111,7 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
 #[tokio::test(flavor = "multi_thread")]
 async fn half_a_template_is_refused_and_leaves_nothing() {
     let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let frozen = frozen(&vmm, Pod::spec, async |_, _| {}).await;
     let pod = Pod::new("half");
     let memory = || frozen.file(MEMORY).unwrap().into();
     for (state, error_says) in [(&b"rubbish"[..], "loading a template"), (b"", "loading a template")] {
@@ -152,7 +152,7 @@ async fn disks_of_the_first_moment_are_there() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vmm_is_jailed() {
     let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let frozen = frozen(&vmm, Pod::spec, async |_, _| {}).await;
     let (booted, copied) = (Pod::new("booted"), Pod::new("copied"));
     let vms = [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
     let kvm = vmm.info().accelerator == "kvm";
@@ -231,7 +231,7 @@ async fn a_boot_that_is_dropped_leaves_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restore_that_is_dropped_leaves_nothing() {
     let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let frozen = frozen(&vmm, Pod::spec, async |_, _| {}).await;
     let (mut polls, mut dropped) = (1, 0);
     loop {
         let pod = Pod::new("dropped");

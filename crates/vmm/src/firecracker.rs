@@ -46,9 +46,10 @@ use sandboxer_protocol::{
 };
 use tokio::{net::unix::pipe, sync::Mutex, time::Instant};
 
-use self::{api::Api, slots::Slots, version::Version, vm::FirecrackerVm};
+use self::{api::Api, slots::Slots, version::Version, vm::FirecrackerVm, wire::DrivePatch};
 use super::{
-    FREEZABLE, Frozen, HOTPLUG_STEP_MIB, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    DiskSpec, FREEZABLE, Frozen, HOTPLUG_STEP_MIB, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError,
+    VmmInfo,
     permit::Permit,
     process,
     run_dir::{Captures, path_error, reopen},
@@ -183,7 +184,13 @@ impl Firecracker {
             None => None,
         };
         match load {
-            Some(load) => watched.answered(template::CALL, api.load(&load)).await?,
+            Some(load) => {
+                // In the same order, so into the same slots. The frozen VM's drives point there already.
+                enter(spec, &mut slots)?;
+                // It opens them at the paths at which the frozen VM had its own.
+                let _shown = watched.show(template::CALL, user, &spec.disks).await?;
+                watched.answered(template::CALL, api.load(&load)).await?;
+            }
             None => self.create(spec, user, &mut slots, (&watched, &api)).await?,
         }
         let record = record(spec, &watched);
@@ -213,11 +220,7 @@ impl Firecracker {
         (watched, api): (&Watched, &Api),
     ) -> Result<(), VmmError> {
         let mut drives = slots.drives();
-        for disk in &spec.disks {
-            let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-            let bytes =
-                slots::bytes_of(&disk.path).map_err(path_error(&spec.pod, "attach", disk.path.clone()))?;
-            let patch = slots.take(disk, bytes).map_err(|error| vm::refused(&spec.pod, &call, error))?;
+        for patch in enter(spec, slots)? {
             if let Some(drive) = drives.iter_mut().find(|drive| drive.drive_id == patch.drive_id) {
                 drive.path_on_host = patch.path_on_host;
             }
@@ -286,6 +289,17 @@ impl Vmm for Firecracker {
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
         adopt(record, self.call_timeout).await
     }
+}
+
+/// Enters the disks of `spec` into slots. Returns what points the slots' drives to them.
+fn enter(spec: &VmSpec, slots: &mut Slots) -> Result<Vec<DrivePatch>, VmmError> {
+    let enter = |disk: &DiskSpec| {
+        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        let bytes =
+            slots::bytes_of(&disk.path).map_err(path_error(&spec.pod, "attach", disk.path.clone()))?;
+        slots.take(disk, bytes).map_err(|error| vm::refused(&spec.pod, &call, error))
+    };
+    spec.disks.iter().map(enter).collect()
 }
 
 /// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.

@@ -249,7 +249,11 @@ impl Vmm for Qemu {
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
         let started = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
-        if let Err(error) = started.vm.load(state_fd).await {
+        let restored = async {
+            started.vm.load(state_fd).await?;
+            started.vm.limit(&spec.disks).await
+        };
+        if let Err(error) = restored.await {
             if let Err(left) = started.vm.kill().await {
                 tracing::error!(pod = %spec.pod, error = %left, "cannot kill a VM that was not restored");
             }

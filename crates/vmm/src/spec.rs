@@ -63,7 +63,8 @@ pub struct VmSpec {
     /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
     /// memory of the VMM.
     pub memory_file: Option<PathBuf>,
-    /// Disks that the VM boots with, without limits.
+    /// Disks that the VM boots with, without limits. A VM that is restored: those that the frozen one had, each with a file of
+    /// its own. A VMM whose frozen VM remembers limits keeps those.
     pub disks: Vec<DiskSpec>,
     /// No caller waits for it: its processes get low priority until it is assigned to a pod.
     pub background: bool,

@@ -34,7 +34,7 @@ const BLOCK: u64 = 2 << 20;
 
 #[derive(Default)]
 struct State {
-    /// As created, plus additions.
+    /// As created, with what has been added since.
     config: Option<Value>,
     running: Option<bool>,
     devices: BTreeSet<String>,
@@ -196,7 +196,7 @@ impl Vm {
             "vm.resize" => self.resize(body),
             "vm.resize-zone" => self.resize_zone(body),
             "vm.snapshot" => self.snapshot(body),
-            "vm.restore" => self.restore(body),
+            "vm.restore" => self.restore(body, passed),
             "vm.add-disk" => self.add_disk(body),
             "vm.add-net" => self.add_net(body, passed),
             "vm.add-fs" => self.add_fs(body),
@@ -261,11 +261,6 @@ impl Vm {
                 File::open(path).map_err(|error| (500, format!("Cannot open {file} {path}: {error}")))?;
             }
         }
-        for disk in config["disks"].as_array().into_iter().flatten() {
-            let (id, disk) = open(disk)?;
-            state.devices.insert(id.clone());
-            state.disks.insert(id, disk);
-        }
         self.run(&mut state, true, 0)?;
         self.tell("vm", "booted", Value::Null);
         Ok(Value::Null)
@@ -281,6 +276,11 @@ impl Vm {
             if length.map_err(|error| (500, error.to_string()))? < zone["size"].as_u64().unwrap() {
                 return refused("The file of a memory zone is too short");
             }
+        }
+        for disk in list(state.config.as_mut().unwrap(), "disks").clone() {
+            let (id, disk) = open(&disk)?;
+            state.devices.insert(id.clone());
+            state.disks.insert(id, disk);
         }
         if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
             state.devices.insert("_vsock0".into());
@@ -395,7 +395,7 @@ impl Vm {
         Ok(Value::Null)
     }
 
-    fn restore(&self, body: &Value) -> Result<Value, Refusal> {
+    fn restore(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
         let mut state = self.lock();
         if state.config.is_some() {
             return Err((404, "VM is already created".into()));
@@ -408,6 +408,12 @@ impl Vm {
         let (config, frozen) = (read("config.json")?, read("state.json")?);
         if frozen["memory_ranges"] == true {
             File::open(dir.join("memory-ranges")).map_err(|error| (500, error.to_string()))?;
+        }
+        let given = body["net_fds"].as_array().cloned().unwrap_or_default();
+        let has_taps = |net: &Value| given.iter().any(|of| of["id"] == net["id"] && of["num_fds"] == 1);
+        let mut config = config;
+        if given.len() != passed || !list(&mut config, "net").iter().all(has_taps) {
+            return refused("Some net devices need new taps");
         }
         state.config = Some(config);
         self.run(&mut state, false, frozen["connections"].as_u64().unwrap_or_default())?;
@@ -429,6 +435,15 @@ fn memory(config: &Value) -> u64 {
 /// Returns the parts of the memory.
 fn zones(config: &Value) -> &[Value] {
     config["memory"]["zones"].as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+/// Returns the descriptions of all devices of a kind.
+fn list<'a>(config: &'a mut Value, kind: &str) -> &'a mut Vec<Value> {
+    let list = &mut config[kind];
+    if list.is_null() {
+        *list = json!([]);
+    }
+    list.as_array_mut().unwrap()
 }
 
 fn directory(url: &Value) -> Result<PathBuf, Refusal> {

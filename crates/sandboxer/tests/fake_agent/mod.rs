@@ -261,7 +261,7 @@ impl Agent for FakeAgent {
         let mut processes = self.processes.lock().unwrap();
         let process = processes.get_mut(&key).ok_or_else(|| status(Code::NOT_FOUND))?;
         process.started = true;
-        if key.0.starts_with("pool-") || !key.1.is_empty() {
+        if key.0.starts_with("pool-") || key.0 == "template" || !key.1.is_empty() {
             // The container of a rehearsal ends by itself, as does an exec.
             process.exit.send_replace(Some(0));
         }

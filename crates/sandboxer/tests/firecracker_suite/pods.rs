@@ -14,7 +14,7 @@ use crate::{
     test_guest::{
         Pod,
         contract::{GROWTH_MIB, memory_follows, sealed},
-        guest_image, vm_config,
+        guest_image, has_open, vm_config,
     },
 };
 
@@ -134,14 +134,19 @@ async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<()>
     let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..guest.spec.clone() };
     let vm = guest.vmm.boot(&spec).await?;
     let session = guest.greet(vm.as_ref()).await?;
+    let kept = guest.pod.disk("kept");
+    vm.attach_disk(&kept).await?;
     drop(session);
     vm.freeze(&dir).await?;
     vm.kill().await?;
     let frozen = sealed(dir);
     for name in ["one", "two"] {
         let pod = Pod::new(name);
-        let spec = VmSpec { run_dir: pod.path("run"), ..guest.spec.clone() };
+        let own = pod.disk("kept");
+        let spec = VmSpec { run_dir: pod.path("run"), disks: vec![own.clone()], ..guest.spec.clone() };
         let copy = guest.vmm.restore(&spec, &frozen).await?;
+        let has = |disk| has_open(copy.record().pid, disk);
+        ensure!(has(&own)? && !has(&kept)?, "copy {name} does not have a disk of its own");
         copy.resume().await?;
         let agent = guest.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
         agent.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;

@@ -2,7 +2,6 @@
 
 use std::{
     fs::{self, File},
-    future::Future,
     hash::{DefaultHasher, Hasher},
     io,
     os::unix::fs::{FileExt, MetadataExt},
@@ -209,9 +208,18 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     user
 }
 
+/// Serial of a disk that a VM has when it is frozen.
+const KEPT: &str = "kept";
+
 /// Tests a VMM that freezes and restores VMs against the rest of the contract.
 pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
-    let frozen = frozen(vmm, spec, |_| async {}).await;
+    let host = Pod::new("host");
+    let kept = host.disk(KEPT);
+    let frozen = frozen(vmm, spec, async |vm, mut guest| {
+        vm.attach_disk(&kept).await.expect("a VM that is to be frozen takes disks");
+        assert_eq!(guest.ask("await kept").await, "disk kept ro=0 starts with kept");
+    })
+    .await;
     let (one, two) = (Pod::new("one"), Pod::new("two"));
     let (of_one, of_two) = (spec(&one), spec(&two));
     let of_another_pod =
@@ -219,10 +227,16 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     assert_eq!(vmm.template_inputs(&of_one), vmm.template_inputs(&of_another_pod));
     let mut vms = Vec::new();
     for pod in [&one, &two] {
-        let vm = vmm.restore(&spec(pod), &frozen).await.expect("a VM is restored");
+        let kept = DiskSpec { serial: KEPT.into(), ..pod.limited_disk(&format!("of-{}", pod.name())) };
+        let spec = VmSpec { disks: vec![kept], ..spec(pod) };
+        let vm = vmm.restore(&spec, &frozen).await.expect("a VM is restored");
         vm.resume().await.expect("and goes on");
         let mut guest = Guest::of(&*vm).await;
         assert_eq!(guest.ask("hello").await, "hello host");
+        let seen = format!("disk kept ro=0 starts with of-{}", pod.name());
+        assert_eq!(guest.ask("await kept").await, seen, "a copy has its template's disk");
+        vm.detach_disk(KEPT).await.expect("a copy's disk is unplugged");
+        assert_eq!(guest.ask("await-gone kept").await, "gone kept");
         vm.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
         let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
         assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);
@@ -256,7 +270,7 @@ pub async fn freed_memory_comes_back(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     gives_back(&*booted).await;
     booted.kill().await.unwrap();
 
-    let frozen = frozen(vmm, spec, |_| async {}).await;
+    let frozen = frozen(vmm, spec, async |_, _| {}).await;
     let before = digest_of_memory(&frozen);
     let copied = vmm.restore(&spec(&copy), &frozen).await.expect("a VM is restored");
     copied.resume().await.expect("and goes on");
@@ -286,7 +300,7 @@ pub async fn grows_and_shrinks(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     assert_eq!(vm.hotplugged_memory().await.unwrap().unwrap().plugged_mib, HOTPLUG_STEP_MIB);
     vm.kill().await.unwrap();
 
-    let frozen = frozen(vmm, growing, |_| async {}).await;
+    let frozen = frozen(vmm, growing, async |_, _| {}).await;
     let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
     vm.resume().await.expect("and goes on");
     let guest = Mutex::new(Guest::of(&*vm).await);
@@ -368,10 +382,10 @@ fn private_mib(vm: &dyn Vm) -> u64 {
 }
 
 /// Freezes a VM after `before` has used its guest.
-pub async fn frozen<F: Future<Output = ()>>(
+pub async fn frozen(
     vmm: &dyn Vmm,
     spec: impl Fn(&Pod) -> VmSpec,
-    before: impl FnOnce(Guest) -> F,
+    before: impl AsyncFnOnce(&dyn Vm, Guest),
 ) -> Frozen {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
@@ -380,7 +394,7 @@ pub async fn frozen<F: Future<Output = ()>>(
         vmm.boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) }).await.expect("a VM boots");
     let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
-    before(guest).await;
+    before(&*vm, guest).await;
     vm.freeze(&dir).await.expect("it is frozen");
     vm.kill().await.unwrap();
     sealed(dir)

@@ -8,8 +8,8 @@ mod halting_kernel;
 pub mod share_server;
 
 use std::{
-    env, fs,
-    os::unix::fs::PermissionsExt,
+    env, fs, io,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -303,4 +303,12 @@ fn built(name: &str) -> PathBuf {
     let path = guest_image(name);
     assert!(path.exists(), "{} is not built: run `make guest-image`", path.display());
     path
+}
+
+/// Returns whether process `pid` has the file of `disk` open.
+pub fn has_open(pid: u32, disk: &DiskSpec) -> io::Result<bool> {
+    let file = fs::metadata(&disk.path)?;
+    let open =
+        fs::read_dir(format!("/proc/{pid}/fd"))?.flatten().filter_map(|fd| fs::metadata(fd.path()).ok());
+    Ok(open.map(|open| (open.dev(), open.ino())).any(|open| open == (file.dev(), file.ino())))
 }

@@ -55,11 +55,23 @@ impl QemuVm {
     /// Plugs in a disk whose image is there, and limits it before the guest has found it, or a moment later.
     async fn plug(&self, disk: &DiskSpec) -> Result<(), QmpError> {
         self.add_device(&disk.serial, command_line::controller(disk)).await?;
+        self.throttle(disk).await
+    }
+
+    async fn throttle(&self, disk: &DiskSpec) -> Result<(), QmpError> {
         if disk.limits.is_none() {
             return Ok(());
         }
         let id = command_line::device_id(&disk.serial);
         self.qmp.throttle(&id, disk.limits, self.call_timeout).await
+    }
+
+    /// Limits the disks that a restored VM begins with.
+    pub(super) async fn limit(&self, disks: &[DiskSpec]) -> Result<(), VmmError> {
+        for disk in disks {
+            self.throttle(disk).await.map_err(self.answer("limiting a disk"))?;
+        }
+        Ok(())
     }
 
     /// Adds a disk's device at `controller`; at the only one if the VM is of an earlier daemon.

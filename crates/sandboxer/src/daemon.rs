@@ -30,7 +30,7 @@ use sandboxer_process::{
     strays,
 };
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
-use sandboxer_vmm::{VmmInfo, Vmms};
+use sandboxer_vmm::{DiskLimits, VmmInfo, Vmms};
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
     task::{JoinHandle, JoinSet},
@@ -56,6 +56,7 @@ use crate::{
         quarantine::{self, Quarantine},
         recover::{self, Records},
         registry::Registry,
+        rehearsal::Rehearsal,
         start_paths::StartPaths,
     },
     template::{self, Kind, Shape, Templates},
@@ -190,24 +191,31 @@ pub fn node(
     let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
     let placer = Placer::new(&config.placement, &cgroups, &config.vm.idle_cgroup);
     let placer = Arc::new(placer.prepare(idle_cgroup.as_ref()));
-    let templates = Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone());
-    let templates = templates.map_err(|source| DaemonError::Path {
-        action: "open templates in",
-        path: config.state_dir.clone(),
-        source,
-    })?;
     let dir = config.state_dir.join("volumes");
     let helpers = Helpers::new(config.helper_program.clone(), config.volumes.timeout);
     let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes, helpers.clone())
         .map_err(|source| DaemonError::Path { action: "open volumes in", path: dir, source })?;
-    let usual = usual_shape(&config);
+    let (volumes, usual) = (Arc::new(volumes), usual_shape(&config));
+    let rootfs = RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?;
+    let in_state = |action| {
+        let path = config.state_dir.clone();
+        move |source| DaemonError::Path { action, path, source }
+    };
+    let disk_limits = DiskLimits::configured(&config.limits);
+    let rehearsal = Rehearsal::new(&config.state_dir, rootfs.clone(), volumes.clone(), disk_limits);
+    let rehearsal = Arc::new(rehearsal.map_err(in_state("prepare the rehearsal in"))?);
+    let preparation = rehearsal.clone();
+    let templates =
+        Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone(), preparation);
+    let templates = templates.map_err(in_state("open templates in"))?;
     Ok(Arc::new(DaemonState {
         templates,
+        rehearsal,
         tap_pool,
         pool: Pool::new(config.pool, usual, Meminfo::of_host()),
         start_paths: StartPaths::default(),
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?,
-        volumes: Arc::new(volumes),
+        rootfs,
+        volumes,
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
         vmms,
         cgroups,

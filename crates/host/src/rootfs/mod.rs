@@ -41,7 +41,7 @@ pub use self::{
     cache::{Lease, key_of},
     error::{BuildError, RootfsError},
     mounts::Chain,
-    scratch::Scratch,
+    scratch::{EmptyScratch, Scratch},
     superblock::check as check_image,
 };
 
@@ -150,6 +150,15 @@ impl RootfsStore {
             container: container.clone(),
             source: Box::new(source),
         })
+    }
+
+    /// Returns the empty file system that scratch disks of the default size are copies of; `None` if containers write to
+    /// memory.
+    pub async fn empty_scratch(&self) -> Result<Option<EmptyScratch>, BuildError> {
+        match self.config.writable {
+            WritableTo::Memory => Ok(None),
+            WritableTo::Disk => self.scratches.empty().await.map(Some),
+        }
     }
 
     /// Creates the disks for a container from its snapshot's `mounts`.

@@ -21,10 +21,20 @@ use super::{
     BuildError, blocking,
     cache::nonce,
     ext4::{self, Use},
+    superblock,
 };
 
 /// Prefix of the empty file system that is copied. The number is incremented when it is created differently.
 const EMPTY: &str = "empty-1-";
+
+/// The empty file system of the default size.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EmptyScratch {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its UUID, hex. A guest that has mounted one copy can be given another one, if neither was written to.
+    pub uuid: String,
+}
 
 /// Creates scratch disks.
 #[derive(Debug)]
@@ -72,7 +82,7 @@ impl Scratches {
     /// Creates a disk for the container `name`, of `bytes` or the default size.
     pub async fn make(&self, name: &str, bytes: Option<u64>) -> Result<Scratch, BuildError> {
         let bytes = bytes.unwrap_or(self.usual_bytes);
-        let empty = if bytes == self.usual_bytes { Some(self.empty().await?) } else { None };
+        let empty = if bytes == self.usual_bytes { Some(self.empty().await?.path) } else { None };
         let path = self.dir.join(format!("{name}-{}.ext4", nonce()));
         blocking(move || {
             match empty {
@@ -85,11 +95,15 @@ impl Scratches {
         .await
     }
 
-    /// Returns the empty file system of the default size.
-    async fn empty(&self) -> Result<PathBuf, BuildError> {
+    /// Returns the empty file system of the default size; makes it at the first call.
+    pub async fn empty(&self) -> Result<EmptyScratch, BuildError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(empty_name(self.usual_bytes)), self.usual_bytes);
-        blocking(move || ext4::ensure(&path, bytes, Use::Scratch).map(|()| path)).await
+        blocking(move || {
+            ext4::ensure(&path, bytes, Use::Scratch)?;
+            Ok(EmptyScratch { uuid: superblock::ext4_uuid(&path)?, path })
+        })
+        .await
     }
 }
 

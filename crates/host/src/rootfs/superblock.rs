@@ -8,6 +8,8 @@ use std::{
     path::Path,
 };
 
+use sandboxer_base::digest::hex;
+
 use super::{BuildError, FsType};
 
 /// Offset of the superblock in both formats, bytes.
@@ -33,6 +35,7 @@ mod ext4 {
     pub const LOG_BLOCK_SIZE: usize = 0x18;
     pub const MAGIC_AT: usize = 0x38;
     pub const INCOMPAT: usize = 0x60;
+    pub const UUID: u64 = 0x68;
     pub const BLOCKS_HIGH: usize = 0x150;
     pub const INCOMPAT_64BIT: u32 = 0x80;
 }
@@ -63,6 +66,15 @@ pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
         return Err(image(format!("it is truncated: {have} of {need} bytes are there")));
     }
     Ok(())
+}
+
+/// Returns the UUID of the ext4 file system at `path`, hex.
+pub fn ext4_uuid(path: &Path) -> Result<String, BuildError> {
+    let host = |source| BuildError::Path { action: "read image", path: path.to_owned(), source };
+    let mut uuid = [0; 16];
+    let file = File::open(path).map_err(host)?;
+    file.read_exact_at(&mut uuid, OFFSET + ext4::UUID).map_err(host)?;
+    Ok(hex(&uuid))
 }
 
 /// Returns the size of an EROFS file system, bytes.

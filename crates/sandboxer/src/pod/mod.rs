@@ -17,6 +17,7 @@ pub mod quarantine;
 mod readings;
 pub mod recover;
 pub mod registry;
+pub mod rehearsal;
 mod session;
 pub mod spare;
 pub mod spec;
@@ -61,6 +62,7 @@ use journal::Journal;
 use placer::Placer;
 use pool::Pool;
 use registry::Registry;
+use rehearsal::Rehearsal;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;
@@ -92,6 +94,8 @@ pub struct DaemonState {
     pub registry: Registry,
     /// Templates of which pods are copies.
     pub templates: Arc<Templates>,
+    /// Prepares guests that have no pod.
+    pub rehearsal: Arc<Rehearsal>,
     /// VMs that are ready for pods.
     pub pool: Arc<Pool>,
     /// Holds the taps of VMs without a pod.

@@ -1,17 +1,18 @@
 //! A scratch disk that a guest mounts before a container needs it.
 //!
 //! The first container of a pod that writes to its root file system takes it. Later containers, and those that request
-//! another size, get a new disk when they are created. In a pooled VM, the disk is prepared in advance and costs a start
-//! nothing.
+//! another size, get a new disk when they are created. The guest of a template has it mounted, so a copy only needs a file
+//! for it: the same empty file system, to which the guest of the template has written nothing that it does not still have in
+//! memory.
 
 use std::sync::{Mutex, PoisonError};
 
 use sandboxer_base::chain;
-use sandboxer_host::rootfs::{FsType, RootfsStore};
+use sandboxer_host::rootfs::{FsType, RootfsStore, Scratch};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::{DiskLimits, DiskSpec};
 
-use crate::{error::PodError, pod::container::start::RunningVm};
+use crate::{error::PodError, pod::container::start::RunningVm, template::Template};
 
 /// Its serial number. Serial numbers of container disks and volumes have other prefixes.
 pub const SERIAL: &str = "spare-0";
@@ -35,6 +36,35 @@ impl Spare {
     }
 }
 
+/// The disk of a template's copy: its guest has it mounted.
+#[derive(Debug)]
+pub struct OfCopy {
+    /// The disk.
+    pub disk: DiskSpec,
+    /// Its file, until the VMM has opened it.
+    pub file: Scratch,
+}
+
+/// Creates the disk of a copy of `template`, if its guest has one.
+pub async fn of_copy(
+    rootfs: &RootfsStore,
+    pod: &SandboxId,
+    template: &Template,
+) -> Result<Option<OfCopy>, PodError> {
+    let Some(limits) = template.scratch_limits else { return Ok(None) };
+    let Some(file) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
+    Ok(Some(OfCopy { disk: DiskSpec { limits, ..disk(&file) }, file }))
+}
+
+fn disk(file: &Scratch) -> DiskSpec {
+    DiskSpec {
+        serial: SERIAL.to_owned(),
+        path: file.path().to_owned(),
+        read_only: false,
+        limits: DiskLimits::default(),
+    }
+}
+
 /// Attaches one to a VM and mounts it in the guest; none if containers write to memory.
 pub async fn plug(
     rootfs: &RootfsStore,
@@ -42,12 +72,7 @@ pub async fn plug(
     live: &RunningVm,
 ) -> Result<Option<DiskSpec>, PodError> {
     let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
-    let disk = DiskSpec {
-        serial: SERIAL.to_owned(),
-        path: scratch.path().to_owned(),
-        read_only: false,
-        limits: DiskLimits::default(),
-    };
+    let disk = disk(&scratch);
     live.attach_disk(&disk).await?;
     // The VMM has it open, so the file can be unlinked.
     drop(scratch);

@@ -35,6 +35,7 @@ use super::{
     host_ports, place,
     placer::Placement,
     pool::{self, Warm},
+    spare,
     spec::PodSpec,
     stages::Stages,
     start_paths,
@@ -368,12 +369,16 @@ impl<'a> Prepared<'a> {
         until: Instant,
         undo: &mut Undo,
     ) -> Result<Running<'a>, PodError> {
-        let described = self.vm_spec(&template.link_key);
+        let spare = spare::of_copy(&self.node.rootfs, &self.spec.id, template).await?;
+        let disks = spare.iter().map(|spare| spare.disk.clone()).collect();
+        let described = VmSpec { disks, ..self.vm_spec(&template.link_key) };
         let restored = self.vmm().restore(&described, &template.frozen);
         let vm = answered(self.spec, until, "the restore", restored)
             .await
             .inspect_err(|error| self.node.templates.not_restored(self.kind, template, error))?;
-        let running = self.running(vm, StartPath::Template, until, undo);
+        // A pod with other limits does not use it. The VMM has its file open, which can be unlinked.
+        let disk = spare.map(|spare| spare.disk).filter(|disk| disk.limits == self.spec.disk_limits);
+        let running = Running { spare: disk, ..self.running(vm, StartPath::Template, until, undo) };
         answered(running.spec, until, "the resumption", running.vm.resume()).await?;
         Ok(running)
     }
@@ -399,7 +404,7 @@ impl<'a> Prepared<'a> {
     fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {
         undo.push("end the VMM", end(&self.spec.id, vm.clone()));
         let Self { node, spec, interfaces, .. } = self;
-        Running { node, spec, until, vm, start_path, interfaces }
+        Running { node, spec, until, vm, start_path, interfaces, spare: None }
     }
 }
 
@@ -412,15 +417,17 @@ struct Running<'a> {
     vm: Arc<dyn Vm>,
     start_path: StartPath,
     interfaces: Vec<Interface>,
+    /// A scratch disk that the guest has mounted.
+    spare: Option<DiskSpec>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, until, vm, start_path, interfaces } = self;
+        let Self { node, spec, until, vm, start_path, interfaces, spare } = self;
         let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
         let live = RunningVm { vm, agent, disk_limits: spec.disk_limits };
-        let (host_ports, counting, spare, placement) = (Vec::new(), None, None, Placement::default());
+        let (host_ports, counting, placement) = (Vec::new(), None, Placement::default());
         let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare, placement };
         Ok(Greeted { spec, until, up })
     }

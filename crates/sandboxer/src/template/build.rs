@@ -1,4 +1,4 @@
-//! The build of a template: boot a VM, wait for its agent, freeze it.
+//! The build of a template: boot a VM, wait for its agent, prepare its guest, freeze it.
 
 use std::{
     fs::{self, DirBuilder},
@@ -17,7 +17,7 @@ use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError, Vmms};
 
 use super::{
-    Shape, TemplateError, image,
+    Preparation, Shape, TemplateError, image,
     key::{InputDigest, Inputs},
 };
 use crate::{error::PodError, taps::VmTaps};
@@ -72,6 +72,8 @@ pub struct Builder {
     pub tap_pool: Arc<TapPool>,
     /// Control group in which those VMs' memory is counted.
     pub cgroup: Option<Cgroup>,
+    /// Prepares their guests.
+    pub preparation: Arc<dyn Preparation>,
 }
 
 impl Builder {
@@ -120,7 +122,7 @@ impl Builder {
     async fn freeze(&self, vmm: &dyn Vmm, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
         let vm = vmm.boot(spec).await?;
         let frozen = tokio::select! {
-            frozen = self.freeze_ready(spec, vm.as_ref(), dir) => frozen,
+            frozen = self.freeze_ready(spec, &vm, dir) => frozen,
             exit = vm.exited() => Err(VmmError::Died {
                 pod: spec.pod.clone(),
                 call: "the agent's ready message".into(),
@@ -133,17 +135,20 @@ impl Builder {
         Ok(ended?)
     }
 
-    async fn freeze_ready(&self, spec: &VmSpec, vm: &dyn Vm, dir: &Path) -> Result<(), BuildError> {
+    async fn freeze_ready(&self, spec: &VmSpec, vm: &Arc<dyn Vm>, dir: &Path) -> Result<(), BuildError> {
         let limit = self.config.boot_timeout;
-        let greeted = sandboxer_guest::connect(&spec.pod, vm, &spec.boot.link_key, self.config.agent_timeout);
-        let session = match tokio::time::timeout(limit, greeted).await {
-            Ok(greeted) => greeted.map_err(PodError::from)?,
+        let prepared = async {
+            let (key, patience) = (&spec.boot.link_key, self.config.agent_timeout);
+            let (agent, _) = sandboxer_guest::connect(&spec.pod, vm.as_ref(), key, patience).await?;
+            self.preparation.prepare(&spec.pod, vm, &agent, spec.nics).await
+        };
+        match tokio::time::timeout(limit, prepared).await {
+            Ok(prepared) => prepared?,
             Err(_) => {
                 let console = vm.last_lines().await.join(" | ");
                 return Err(PodError::NotReady { pod: spec.pod.clone(), limit, console }.into());
             }
-        };
-        drop(session);
+        }
         Ok(vm.freeze(dir).await?)
     }
 }

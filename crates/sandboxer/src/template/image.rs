@@ -29,7 +29,7 @@ use super::{
 };
 
 /// Version of the format described above.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 
 const MANIFEST: &str = "template.json";
 /// Largest manifest that is read, bytes.
@@ -167,6 +167,7 @@ pub fn load(dir: &Path) -> Result<Template, TemplateError> {
         key: manifest.inputs.key(),
         shape: manifest.inputs.shape,
         link_key: manifest.link_key,
+        scratch_limits: manifest.inputs.scratch.map(|scratch| scratch.limits),
         frozen: Frozen::new(dir.to_owned(), files),
     })
 }

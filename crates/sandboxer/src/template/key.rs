@@ -11,11 +11,11 @@ use std::{
 };
 
 use sandboxer_base::digest::{self, hex};
-use sandboxer_vmm::{TemplateInputs, VmSpec, Vmm};
+use sandboxer_vmm::{DiskLimits, TemplateInputs, VmSpec, Vmm};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Shape, image::FORMAT};
+use super::{ScratchDisks, Shape, image::FORMAT};
 
 /// Name of a template: the hash of its [`Inputs`], hex.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -58,8 +58,20 @@ pub struct Inputs {
     pub kernel: String,
     /// SHA-256 of the guest's initramfs.
     pub initramfs: String,
+    /// The scratch disk that the guest has mounted.
+    pub scratch: Option<ScratchInput>,
     /// The host's CPU: model, microcode and features, as in `/proc/cpuinfo`.
     pub cpu: Vec<String>,
+}
+
+/// What a template depends on of its guest's scratch disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScratchInput {
+    /// UUID of the file system that the guest has mounted, hex.
+    pub uuid: String,
+    /// Limits of the disk.
+    pub limits: DiskLimits,
 }
 
 impl Inputs {
@@ -101,7 +113,12 @@ pub struct InputHasher {
 
 impl InputHasher {
     /// Returns the current inputs of a template of `spec`. Blocks while files are read.
-    pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<InputDigest, (PathBuf, io::Error)> {
+    pub fn survey(
+        &self,
+        vmm: &dyn Vmm,
+        spec: &VmSpec,
+        scratch: Option<ScratchDisks>,
+    ) -> Result<InputDigest, (PathBuf, io::Error)> {
         let of_vmm = vmm.template_inputs(spec);
         let cpuinfo = Path::new("/proc/cpuinfo");
         let mut stamps = Vec::new();
@@ -117,8 +134,15 @@ impl InputHasher {
             kernel: hash(&spec.kernel)?,
             initramfs: hash(&spec.initramfs)?,
             cpu: cpu(&fs::read_to_string(cpuinfo).map_err(|error| (cpuinfo.to_owned(), error))?),
+            scratch: scratch
+                .as_ref()
+                .map(|of| ScratchInput { uuid: of.empty.uuid.clone(), limits: of.limits }),
             vmm: of_vmm,
         };
+        if let Some(ScratchDisks { empty, .. }) = scratch {
+            let stamp = File::open(&empty.path).and_then(|file| Stamp::of(&file));
+            stamps.push((empty.path.clone(), stamp.map_err(|error| (empty.path, error))?));
+        }
         Ok(InputDigest { inputs, stamps })
     }
 

@@ -18,7 +18,7 @@ use sandboxer_vmm::{Vmm, VmmError, Vmms};
 use tokio::time::Instant;
 
 use super::{
-    Kind, Missing, Shape, Template, TemplateError, TemplateKey,
+    Kind, Missing, Preparation, ScratchDisks, Shape, Template, TemplateError, TemplateKey,
     bounds::{self, Kept},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
@@ -64,12 +64,13 @@ pub struct Templates {
 
 impl Templates {
     /// Opens the directory of templates below the state directory, creates it if it is missing, and removes surplus
-    /// ones. VMs that become templates start in `cgroup`.
+    /// ones. VMs that become templates start in `cgroup`, and `preparation` prepares their guests.
     pub fn open(
         config: &Config,
         vmms: Vmms,
         tap_pool: Arc<TapPool>,
         cgroup: Option<Cgroup>,
+        preparation: Arc<dyn Preparation>,
     ) -> io::Result<Arc<Self>> {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
@@ -88,6 +89,7 @@ impl Templates {
                 root,
                 tap_pool,
                 cgroup,
+                preparation,
             },
             surveyor: InputHasher::default(),
             preparing: tokio::sync::Mutex::default(),
@@ -151,7 +153,8 @@ impl Templates {
     }
 
     async fn load_or_build(self: &Arc<Self>, kind: Kind) -> Result<Prepared, BuildError> {
-        let survey = Arc::new(self.blocking(move |all| all.survey(kind)).await?);
+        let scratch = self.builder.preparation.scratch_disks().await?;
+        let survey = Arc::new(self.blocking(move |all| all.survey(kind, scratch)).await?);
         let key = survey.inputs.key();
         let (template, made) = match self.load(kind, &key).await? {
             Some(template) => (template, false),
@@ -337,9 +340,9 @@ impl Templates {
         Some(template)
     }
 
-    fn survey(&self, kind: Kind) -> Result<InputDigest, TemplateError> {
+    fn survey(&self, kind: Kind, scratch: Option<ScratchDisks>) -> Result<InputDigest, TemplateError> {
         let spec = self.builder.spec(kind.shape, Path::new(""));
-        self.surveyor.survey(self.vmm(kind), &spec).map_err(|(path, source)| TemplateError::Path {
+        self.surveyor.survey(self.vmm(kind), &spec, scratch).map_err(|(path, source)| TemplateError::Path {
             action: "hash the input",
             path,
             source,

@@ -10,7 +10,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use oci_spec::runtime::{Hooks, Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
+use oci_spec::runtime::{
+    Hooks, Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec,
+};
 use sandboxer_base::Cpus;
 use sandboxer_host::{helper::Helpers, volume::Needed};
 use sandboxer_protocol::{

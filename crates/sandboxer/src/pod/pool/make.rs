@@ -2,15 +2,15 @@
 
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
-use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
-use sandboxer_vmm::{DiskLimits, Vm, VmSpec};
+use sandboxer_base::chain;
+use sandboxer_protocol::id::SandboxId;
+use sandboxer_vmm::{Vm, VmSpec};
 use tokio_util::sync::CancellationToken;
 
-use super::{Rehearsal, Warm, rehearsal, run_dir};
+use super::{Warm, run_dir};
 use crate::{
     error::PodError,
-    pod::{DaemonState, container::start::RunningVm, spare, undo::Undo},
+    pod::{DaemonState, rehearsal, spare, undo::Undo},
     taps::VmTaps,
     template::{BuildError, Kind, Template},
 };
@@ -29,7 +29,6 @@ pub enum PoolError {
 /// Creates a VM that waits. If it is cancelled or fails, nothing remains.
 pub async fn warm(
     node: &Arc<DaemonState>,
-    rehearsal: &Rehearsal,
     kind: Kind,
     cancel: &CancellationToken,
 ) -> Result<Warm, PoolError> {
@@ -39,7 +38,7 @@ pub async fn warm(
     let id = new_id();
     let made = tokio::select! {
         () = cancel.cancelled() => Err(PodError::Cancelled(id.clone())),
-        made = try_warm(node, rehearsal, (kind, &template), &id, &mut undo) => made,
+        made = try_warm(node, (kind, &template), &id, &mut undo) => made,
         () = tokio::time::sleep(limit) => {
             Err(PodError::NotReady { pod: id.clone(), limit, console: "it was restored for the pool".into() })
         }
@@ -54,7 +53,6 @@ pub async fn warm(
 
 async fn try_warm(
     node: &Arc<DaemonState>,
-    rehearsal: &Rehearsal,
     (kind, template): (Kind, &Template),
     id: &SandboxId,
     undo: &mut Undo,
@@ -75,7 +73,9 @@ async fn try_warm(
     // The next pod of this size will be given this node, too.
     let seat = node.placer.seat(template.shape).ok().filter(|_| node.placer.places_idle());
     let cgroup = seat.as_ref().map_or(node.idle_cgroup.as_ref(), |seat| node.placer.idle(seat));
-    let spec = VmSpec { background: true, cgroup: cgroup.cloned(), ..taps.given_to(spec) };
+    let spare = spare::of_copy(&node.rootfs, id, template).await?;
+    let disks = spare.iter().map(|spare| spare.disk.clone()).collect();
+    let spec = VmSpec { background: true, cgroup: cgroup.cloned(), disks, ..taps.given_to(spec) };
     let restored = vmm.restore(&spec, &template.frozen).await;
     let vm = restored.inspect_err(|error| node.templates.not_restored(kind, template, error))?;
     let doomed = vm.clone();
@@ -83,23 +83,11 @@ async fn try_warm(
     vm.resume().await?;
     let (agent, ready) =
         sandboxer_guest::connect(id, vm.as_ref(), &template.link_key, config.agent_timeout).await?;
-    let entropy: [u8; 64] = rand::random();
-    let identity = ConfigurePodRequest {
-        hostname: id.to_string(),
-        realtime_ns: now_ns(),
-        entropy: entropy.to_vec(),
-        ..Default::default()
-    };
-    // The same calls as for a pod: what a guest does for the first time is slow.
-    let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
-    agent.configure_pod(rehearsed).await?;
-    let disk_limits = DiskLimits::configured(&node.config.limits);
-    let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits };
-    rehearsal.run(node, id, &live).await?;
-    let spare = spare::plug(&node.rootfs, id, &live).await?;
-    // Without an interface, so that the pod's configuration has nothing to clear.
-    agent.configure_pod(identity).await?;
+    node.rehearsal.run(id, &vm, &agent, spec.nics).await?;
+    agent.configure_pod(rehearsal::identity(id)).await?;
     vm.pause().await?;
+    // The VMM has its file open, which can be unlinked.
+    let spare = spare.map(|spare| spare.disk);
     Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, seat, template: template.key.clone() })
 }
 

@@ -14,8 +14,6 @@
 mod demand;
 mod make;
 mod memory;
-mod program;
-mod rehearsal;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -45,7 +43,6 @@ use crate::{
 use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
-pub use rehearsal::Rehearsal;
 
 /// Interval between checks of the pool's size, and the longest time for which starting pods can delay a new VM.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -157,11 +154,7 @@ impl Pool {
         if self.config.max == 0 {
             return;
         }
-        let rehearsal = match Rehearsal::new(&node.config.state_dir) {
-            Ok(rehearsal) => rehearsal,
-            Err(error) => return tracing::error!(%error, "cannot prepare the rehearsal: there is no pool"),
-        };
-        tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, &rehearsal, shutdown));
+        tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, shutdown));
     }
 
     async fn keep_trimmed(&self, node: &DaemonState, shutdown: &CancellationToken) {
@@ -172,7 +165,7 @@ impl Pool {
         }
     }
 
-    async fn fill(&self, node: &Arc<DaemonState>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
+    async fn fill(&self, node: &Arc<DaemonState>, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
         // Kinds whose last VM failed, and when.
         let mut failed: BTreeMap<Kind, Instant> = BTreeMap::new();
@@ -185,7 +178,7 @@ impl Pool {
                 shutdown.run_until_cancelled(timeout(PERIOD, taken.changed())).await;
                 continue;
             };
-            match make::warm(node, rehearsal, kind, shutdown).await {
+            match make::warm(node, kind, shutdown).await {
                 Ok(warm) => {
                     failed.remove(&kind);
                     self.lock().waiting.entry(kind).or_default().push_back(warm);

@@ -1,10 +1,13 @@
-//! The rehearsal: a container is created, run and removed in a VM before the VM waits.
+//! The rehearsal: a guest gets an identity and runs a container before it has a pod.
 //!
-//! What a guest does for the first time is slow: under emulation the code must be translated first, and every
-//! restored guest gets private copies of the pages it writes. Measured under emulation: a guest's first container
-//! takes five times as long as its second. So the rehearsal is the first. It uses the same code path as every
-//! container, with a spec like containerd's, since only repeated work gets faster; it prints one line and leaves
-//! nothing.
+//! What a guest does for the first time is slow: it reads its program's pages, fills its caches and takes memory for
+//! them; under emulation the code must be translated first; and every restored guest gets private copies of the pages it
+//! writes. Measured under emulation: a guest's first container takes five times as long as its second. So the rehearsal is
+//! the first: once in the guest of a template, for all its copies, and again in each copy that waits in the pool. It uses the
+//! same code path as every container, with a spec like containerd's, since only repeated work gets faster; it prints one
+//! line and leaves nothing.
+
+mod program;
 
 use std::{
     fs, io,
@@ -13,20 +16,26 @@ use std::{
     sync::Arc,
 };
 
+use async_trait::async_trait;
 use nix::{errno::Errno, sys::stat::Mode, unistd::mkfifo};
-use sandboxer_host::rootfs::Mount;
+use sandboxer_base::clock::now_ns;
+use sandboxer_guest::Agent;
+use sandboxer_host::{
+    rootfs::{Mount, RootfsError, RootfsStore},
+    volume::VolumeStore,
+};
 use sandboxer_protocol::{
-    agent as wire,
+    agent::{self as wire, ConfigurePodRequest},
     id::{ContainerId, SandboxId},
 };
+use sandboxer_vmm::{DiskLimits, Vm};
 use serde_json::json;
 
-use super::program;
+use super::spare;
 use crate::{
     error::PodError,
     front::Front,
     pod::{
-        DaemonState,
         container::{
             NewContainer, StdioPaths,
             io::Subject,
@@ -38,59 +47,52 @@ use crate::{
         volumes::Volumes,
     },
     share::Shares,
+    template::{Preparation, ScratchDisks, template_id},
 };
 
 const PROGRAM: &str = "rehearsal";
 const STDOUT: &str = "stdout";
 const STDERR: &str = "stderr";
 
-/// A bundle and an image on the host.
+/// The rehearsal's container, as a bundle and an image on the host.
 #[derive(Debug)]
 pub struct Rehearsal {
     bundle: PathBuf,
     image: Mount,
+    rootfs: Arc<RootfsStore>,
+    volumes: Arc<VolumeStore>,
+    /// Limits of each disk.
+    disk_limits: DiskLimits,
 }
 
 impl Rehearsal {
     /// Creates both below the state directory.
-    pub fn new(state_dir: &Path) -> io::Result<Self> {
-        let bundle = state_dir.join("rehearsal");
-        let within = |name: &str| bundle.join(name);
-        for name in ["lower", "upper", "work"] {
-            fs::create_dir_all(within(name))?;
-        }
-        let path = within("lower").join(PROGRAM);
-        let program = program::elf();
-        // Not rewritten if unchanged: the cached image of it is identified by the modification time.
-        if fs::read(&path).ok().as_ref() != Some(&program) {
-            let mut file =
-                fs::File::options().write(true).create(true).truncate(true).mode(0o755).open(path)?;
-            io::Write::write_all(&mut file, &program)?;
-        }
-        for stream in [STDOUT, STDERR] {
-            match mkfifo(&within(stream), Mode::S_IRUSR | Mode::S_IWUSR) {
-                Ok(()) | Err(Errno::EEXIST) => {}
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-        fs::write(within("config.json"), spec().to_string())?;
-        let image = Mount {
-            fstype: "overlay".into(),
-            source: "overlay".into(),
-            options: [("lowerdir", "lower"), ("upperdir", "upper"), ("workdir", "work")]
-                .map(|(option, name)| format!("{option}={}", within(name).display()))
-                .to_vec(),
-        };
-        Ok(Self { bundle, image })
+    pub fn new(
+        state_dir: &Path,
+        rootfs: Arc<RootfsStore>,
+        volumes: Arc<VolumeStore>,
+        disk_limits: DiskLimits,
+    ) -> io::Result<Self> {
+        let (bundle, image) = container(state_dir)?;
+        Ok(Self { bundle, image, rootfs, volumes, disk_limits })
+    }
+
+    /// Gives the guest of `vm` an identity with so many network interfaces, and runs the container. Returns the VM.
+    pub async fn run(
+        &self,
+        id: &SandboxId,
+        vm: &Arc<dyn Vm>,
+        agent: &Agent,
+        nics: u8,
+    ) -> Result<RunningVm, PodError> {
+        agent.configure_pod(ConfigurePodRequest { interfaces: interfaces(nics), ..identity(id) }).await?;
+        let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits: self.disk_limits };
+        self.run_container(id, &live).await?;
+        Ok(live)
     }
 
     /// Creates the container in a VM, runs it and removes it.
-    pub async fn run(
-        &self,
-        node: &Arc<DaemonState>,
-        id: &SandboxId,
-        live: &RunningVm,
-    ) -> Result<(), PodError> {
+    async fn run_container(&self, id: &SandboxId, live: &RunningVm) -> Result<(), PodError> {
         let container: ContainerId = id.clone();
         let pod = PodSpec::plain(id.clone(), 0, 0);
         let new = NewContainer {
@@ -106,27 +108,95 @@ impl Rehearsal {
         };
         // Not counted among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
-        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, node.volumes.helpers.clone());
-        let volumes = Volumes::new(node.volumes.clone(), shares, None);
+        let helpers = &self.volumes.helpers;
+        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, helpers.clone());
+        let volumes = Volumes::new(self.volumes.clone(), shares, None);
         let front = Front::none();
         let means = CreateContext {
             front: &front,
-            rootfs: &node.rootfs,
+            rootfs: &self.rootfs,
             volumes: &volumes,
             stages: &stages,
             place: None,
         };
-        let guest_spec = container_spec::read(&pod, &new, &node.volumes.helpers).await?;
+        let guest_spec = container_spec::read(&pod, &new, helpers).await?;
         let created = start::create(&pod, live, means, &new, guest_spec).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;
-        let exit = start::follow(live, &subject, 0, running, None, &node.volumes.helpers).await;
+        let exit = start::follow(live, &subject, 0, running, None, helpers).await;
         if exit.code != 0 {
             let reason = format!("it ended with code {} {}", exit.code, exit.reason);
             return Err(PodError::Failed { subject: format!("rehearsal in {id}"), reason });
         }
         start::delete(live, &container, &created.disks).await
+    }
+}
+
+#[async_trait]
+impl Preparation for Rehearsal {
+    async fn scratch_disks(&self) -> Result<Option<ScratchDisks>, PodError> {
+        let empty = self.rootfs.empty_scratch().await.map_err(|source| RootfsError::Scratch {
+            pod: template_id(),
+            container: template_id(),
+            source: Box::new(source),
+        })?;
+        Ok(empty.map(|empty| ScratchDisks { empty, limits: self.disk_limits }))
+    }
+
+    async fn prepare(
+        &self,
+        id: &SandboxId,
+        vm: &Arc<dyn Vm>,
+        agent: &Agent,
+        nics: u8,
+    ) -> Result<(), PodError> {
+        let live = self.run(id, vm, agent, nics).await?;
+        spare::plug(&self.rootfs, id, &live).await?;
+        agent.configure_pod(identity(id)).await?;
+        Ok(())
+    }
+}
+
+/// Creates the container's bundle and image below `state_dir`. Returns both.
+fn container(state_dir: &Path) -> io::Result<(PathBuf, Mount)> {
+    let bundle = state_dir.join("rehearsal");
+    let within = |name: &str| bundle.join(name);
+    for name in ["lower", "upper", "work"] {
+        fs::create_dir_all(within(name))?;
+    }
+    let path = within("lower").join(PROGRAM);
+    let program = program::elf();
+    // Not rewritten if unchanged: the cached image of it is identified by the modification time.
+    if fs::read(&path).ok().as_ref() != Some(&program) {
+        let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o755).open(path)?;
+        io::Write::write_all(&mut file, &program)?;
+    }
+    for stream in [STDOUT, STDERR] {
+        match mkfifo(&within(stream), Mode::S_IRUSR | Mode::S_IWUSR) {
+            Ok(()) | Err(Errno::EEXIST) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    fs::write(within("config.json"), spec().to_string())?;
+    let image = Mount {
+        fstype: "overlay".into(),
+        source: "overlay".into(),
+        options: [("lowerdir", "lower"), ("upperdir", "upper"), ("workdir", "work")]
+            .map(|(option, name)| format!("{option}={}", within(name).display()))
+            .to_vec(),
+    };
+    Ok((bundle, image))
+}
+
+/// Returns an identity without network interfaces, so that the next configuration has nothing to clear.
+pub fn identity(id: &SandboxId) -> ConfigurePodRequest {
+    let entropy: [u8; 64] = rand::random();
+    ConfigurePodRequest {
+        hostname: id.to_string(),
+        realtime_ns: now_ns(),
+        entropy: entropy.to_vec(),
+        ..Default::default()
     }
 }
 
@@ -196,7 +266,7 @@ fn spec() -> serde_json::Value {
 }
 
 /// Returns interfaces like those of pods, for a VM with this many. They connect to nothing.
-pub fn interfaces(nics: u8) -> Vec<wire::Interface> {
+fn interfaces(nics: u8) -> Vec<wire::Interface> {
     // The documentation network, and its first address.
     let (network, router) = (vec![192, 0, 2, 0], vec![192, 0, 2, 1]);
     let interface = |nic: u8| wire::Interface {
@@ -230,15 +300,15 @@ mod tests {
     #[test]
     fn the_program_prints_a_line_and_ends_well() {
         let dir = tempfile::tempdir().unwrap();
-        let rehearsal = Rehearsal::new(dir.path()).unwrap();
-        let path = rehearsal.bundle.join("lower").join(PROGRAM);
+        let (bundle, _) = container(dir.path()).unwrap();
+        let path = bundle.join("lower").join(PROGRAM);
         // Run from a copy made by another process: this one may have forked with it open for writing.
         let copy = dir.path().join("program");
         assert!(std::process::Command::new("cp").args([&path, &copy]).status().unwrap().success());
         let output = std::process::Command::new(copy).output().unwrap();
         assert_eq!((output.stdout.as_slice(), output.status.code()), (&b"\n"[..], Some(0)));
         let made = path.metadata().unwrap().modified().unwrap();
-        Rehearsal::new(dir.path()).unwrap();
+        container(dir.path()).unwrap();
         assert_eq!(path.metadata().unwrap().modified().unwrap(), made, "it is written once");
     }
 }

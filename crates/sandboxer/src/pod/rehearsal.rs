@@ -28,7 +28,7 @@ use sandboxer_protocol::{
     agent::{self as wire, ConfigurePodRequest},
     id::{ContainerId, SandboxId},
 };
-use sandboxer_vmm::{DiskLimits, Vm};
+use sandboxer_vmm::{DiskLimits, DiskSpec, Vm};
 use serde_json::json;
 
 use super::spare;
@@ -77,22 +77,31 @@ impl Rehearsal {
         Ok(Self { bundle, image, rootfs, volumes, disk_limits })
     }
 
-    /// Gives the guest of `vm` an identity with so many network interfaces, and runs the container. Returns the VM.
+    /// Gives the guest of `vm` an identity with so many network interfaces, runs the container, which uses up `spare`, and
+    /// gives the guest another one. Returns that.
     pub async fn run(
         &self,
         id: &SandboxId,
         vm: &Arc<dyn Vm>,
         agent: &Agent,
         nics: u8,
-    ) -> Result<RunningVm, PodError> {
+        spare: Option<DiskSpec>,
+    ) -> Result<Option<DiskSpec>, PodError> {
         agent.configure_pod(ConfigurePodRequest { interfaces: interfaces(nics), ..identity(id) }).await?;
         let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits: self.disk_limits };
-        self.run_container(id, &live).await?;
-        Ok(live)
+        self.run_container(id, &live, spare).await?;
+        let spare = spare::plug(&self.rootfs, id, &live).await?;
+        agent.configure_pod(identity(id)).await?;
+        Ok(spare)
     }
 
     /// Creates the container in a VM, runs it and removes it.
-    async fn run_container(&self, id: &SandboxId, live: &RunningVm) -> Result<(), PodError> {
+    async fn run_container(
+        &self,
+        id: &SandboxId,
+        live: &RunningVm,
+        spare: Option<DiskSpec>,
+    ) -> Result<(), PodError> {
         let container: ContainerId = id.clone();
         let pod = PodSpec::plain(id.clone(), 0, 0);
         let new = NewContainer {
@@ -111,6 +120,8 @@ impl Rehearsal {
         let helpers = &self.volumes.helpers;
         let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, helpers.clone());
         let volumes = Volumes::new(self.volumes.clone(), shares, None);
+        // A second disk at the same controller would make the guest wait, now and at the pod's first container.
+        volumes.spare.put(spare);
         let front = Front::none();
         let means = CreateContext {
             front: &front,
@@ -151,10 +162,7 @@ impl Preparation for Rehearsal {
         agent: &Agent,
         nics: u8,
     ) -> Result<(), PodError> {
-        let live = self.run(id, vm, agent, nics).await?;
-        spare::plug(&self.rootfs, id, &live).await?;
-        agent.configure_pod(identity(id)).await?;
-        Ok(())
+        self.run(id, vm, agent, nics, None).await.map(drop)
     }
 }
 
@@ -190,7 +198,7 @@ fn container(state_dir: &Path) -> io::Result<(PathBuf, Mount)> {
 }
 
 /// Returns an identity without network interfaces, so that the next configuration has nothing to clear.
-pub fn identity(id: &SandboxId) -> ConfigurePodRequest {
+fn identity(id: &SandboxId) -> ConfigurePodRequest {
     let entropy: [u8; 64] = rand::random();
     ConfigurePodRequest {
         hostname: id.to_string(),

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Warm, run_dir};
 use crate::{
     error::PodError,
-    pod::{DaemonState, rehearsal, spare, undo::Undo},
+    pod::{DaemonState, spare, undo::Undo},
     taps::VmTaps,
     template::{BuildError, Kind, Template},
 };
@@ -83,11 +83,10 @@ async fn try_warm(
     vm.resume().await?;
     let (agent, ready) =
         sandboxer_guest::connect(id, vm.as_ref(), &template.link_key, config.agent_timeout).await?;
-    node.rehearsal.run(id, &vm, &agent, spec.nics).await?;
-    agent.configure_pod(rehearsal::identity(id)).await?;
-    vm.pause().await?;
     // The VMM has its file open, which can be unlinked.
     let spare = spare.map(|spare| spare.disk);
+    let spare = node.rehearsal.run(id, &vm, &agent, spec.nics, spare).await?;
+    vm.pause().await?;
     Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, seat, template: template.key.clone() })
 }
 

@@ -191,6 +191,15 @@ impl Qmp {
         self.execute("remove-fd", json!({ "fdset-id": set }), limit).await
     }
 
+    /// Same as [`Qmp::remove_fd`]; a set that is not there is no error.
+    pub async fn forget_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
+        match self.remove_fd(set, limit).await {
+            // QEMU has no error class for it.
+            Err(QmpError::Refused { reason, .. }) if reason.ends_with("not found") => Ok(()),
+            other => other,
+        }
+    }
+
     async fn execute(&self, command: &str, arguments: Value, limit: Duration) -> Result<(), QmpError> {
         self.command(command, arguments, None, limit).await.map(drop)
     }

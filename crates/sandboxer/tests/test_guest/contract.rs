@@ -24,7 +24,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Guest, Pod, share_server::ShareServer};
+use super::{Guest, Pod, has_open, share_server::ShareServer};
 
 /// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
@@ -228,7 +228,7 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     let mut vms = Vec::new();
     for pod in [&one, &two] {
         let kept = DiskSpec { serial: KEPT.into(), ..pod.limited_disk(&format!("of-{}", pod.name())) };
-        let spec = VmSpec { disks: vec![kept], ..spec(pod) };
+        let spec = VmSpec { disks: vec![kept.clone()], ..spec(pod) };
         let vm = vmm.restore(&spec, &frozen).await.expect("a VM is restored");
         vm.resume().await.expect("and goes on");
         let mut guest = Guest::of(&*vm).await;
@@ -237,6 +237,10 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
         assert_eq!(guest.ask("await kept").await, seen, "a copy has its template's disk");
         vm.detach_disk(KEPT).await.expect("a copy's disk is unplugged");
         assert_eq!(guest.ask("await-gone kept").await, "gone kept");
+        assert!(
+            !has_open(vm.record().pid, &kept).unwrap(),
+            "the file of a disk that is unplugged stays open"
+        );
         vm.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
         let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
         assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);

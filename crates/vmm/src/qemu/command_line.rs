@@ -48,8 +48,16 @@ pub struct Sockets {
     pub disks: Vec<RawFd>,
 }
 
-/// Number of the first descriptor set that holds a boot disk; the others follow.
-pub const FIRST_DISK_SET: u64 = 1000;
+/// Returns the number of the descriptor set that holds the disk `serial`, if the VM begins with it: a hash above those that QEMU
+/// chooses itself, so that a later daemon knows it, too.
+pub fn set_of(serial: &str) -> u64 {
+    const FIRST: u64 = 1000;
+    let mut hash = 0x811c_9dc5_u32;
+    for byte in serial.bytes() {
+        hash = (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+    }
+    FIRST + u64::from(hash >> 1)
+}
 
 /// The controllers of disks: one for those that a guest only reads, one for the others.
 ///
@@ -213,7 +221,8 @@ impl CommandLine {
                 &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
             ]);
         }
-        for ((disk, file), set) in spec.disks.iter().zip(&sockets.disks).zip(FIRST_DISK_SET..) {
+        for (disk, file) in spec.disks.iter().zip(&sockets.disks) {
+            let set = set_of(&disk.serial);
             self.add(&[&"-add-fd", &format!("fd={file},set={set}")]);
             let node = block_node(disk, set);
             self.add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);

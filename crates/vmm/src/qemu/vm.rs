@@ -138,7 +138,9 @@ impl Vm for QemuVm {
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         let detach = async {
             self.qmp.device_del(&command_line::device_id(serial), self.call_timeout).await?;
-            self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await
+            self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await?;
+            // Of a disk that the VM began with, QEMU has the file open a second time.
+            self.qmp.forget_fd(command_line::set_of(serial), self.call_timeout).await
         };
         detach.await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
     }

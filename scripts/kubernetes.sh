@@ -97,6 +97,8 @@ evictionHard: {memory.available: 50Mi}
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99
 podLogsDir: $K/logs
+staticPodPath: $K/static-pods
+fileCheckFrequency: 2s
 volumePluginDir: $K/plugins
 resolvConf: $K/resolv.conf
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
@@ -180,7 +182,7 @@ up() {
     exec 9<"$DIR"
     flock 9
     K=$DIR/kubernetes
-    mkdir -p "$K"/{etcd,logs,root,plugins,cache} "${PARTS[@]/#/$DIR/}"
+    mkdir -p "$K"/{etcd,logs,root,plugins,cache,static-pods} "${PARTS[@]/#/$DIR/}"
     chmod 0700 "$K/etcd"
     ln -sfn "$K/kubectl" "$DIR/bin/kubectl"
     note_host

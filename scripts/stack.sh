@@ -10,6 +10,7 @@
 # STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
 # STACK_GVISOR=1 adds the handler gvisor (runsc with its own shim, built once, some minutes).
+# STACK_NRI=1: containerd listens for plugins of NRI, at RUN/nri.sock (containerd 2 only).
 # STACK_NETWORK=here: the bridge of the pods is in the caller's network namespace, not in a separate one, and pods have IPv4 only.
 # STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
@@ -41,6 +42,7 @@ fill() {
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
         -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
         -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" \
+        -e "s|@NO_NRI@|$([[ ${STACK_NRI:-} == 1 ]] && echo false || echo true)|g" \
         -e "s|@MEMORY@|${STACK_MEMORY:-256}|g; s|@AGENT_TIMEOUT@|${STACK_AGENT_TIMEOUT:-60}|g" "$1"
 }
 
@@ -61,8 +63,19 @@ configure_containerd() {
         sed -i 's/^\[plugins\."io\.containerd\.server\.v1\.\(grpc\|ttrpc\)"\]/[\1]/' "$DIR/containerd/config.toml"
         [[ $version != 2.0.* ]] || sed -i 's/^  bin_dirs = \["\(.*\)"\]/  bin_dir = "\1"/' "$DIR/containerd/config.toml"
         ;;
+    2.3.0)
+        configure containerd/stack.toml.in containerd/config.toml
+        unpack_without_erofs "$DIR/containerd/config.toml"
+        ;;
     *) configure containerd/stack.toml.in containerd/config.toml ;;
     esac
+}
+
+# By default 2.3.0 also unpacks with mkfs.erofs, of a version that Debian 12 does not have, and without it has no CRI at all.
+unpack_without_erofs() {
+    ! grep -q unpack_config "$1" || return 0
+    printf '\n[[plugins."io.containerd.transfer.v1.local".unpack_config]]\n  %s\n  %s\n  %s\n' \
+        "platform = \"linux/$(dpkg --print-architecture)\"" 'snapshotter = "overlayfs"' 'differ = "walking"' >>"$1"
 }
 
 # with_gvisor COMMAND…: runs it; then adds gVisor's handler to a configuration of containerd that it wrote, if that is wanted.
@@ -133,7 +146,8 @@ scratch_file() {
 
 import_images() {
     local have kind name said image ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io)
-    have=$("${ctr[@]}" images ls -q 2>/dev/null)
+    have=$("${ctr[@]}" images ls -q 2>/dev/null) ||
+        die "containerd does not list its images: did all its plugins start? See $DIR/containerd/log"
     for kind in busybox pause; do
         [[ $kind == busybox ]] && name=$BUSYBOX || name=$PAUSE
         ! grep -qxF "$name" <<<"$have" || continue

@@ -20,7 +20,7 @@ pub const HAS_CONTROLLERS: (u32, u32) = (2, 0);
 /// The newest tested version.
 pub const SEEN: (u32, u32) = (2, 4);
 /// All tested versions.
-const TESTED: [(u32, u32); 6] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), SEEN];
+const TESTED: [(u32, u32); 7] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), (2, 3), SEEN];
 
 /// Plugin that has the settings of containerd's CRI service, from 2.0 on.
 pub const CRI_OF_2: &str = "io.containerd.cri.v1.runtime";
@@ -39,11 +39,7 @@ pub fn containerd(reading: &Reading) -> Check {
     let told = match &reading.told {
         Ok(told) => told,
         Err(why) => {
-            let fix = Fix::commands(
-                "start containerd as root, or set its socket with --endpoint",
-                ["systemctl start containerd"],
-            );
-            return CONTAINERD.failure(format!("{endpoint}: {why}"), fix);
+            return CONTAINERD.failure(format!("{endpoint}: {why}"), without_answer(why));
         }
     };
     let seen = format!("{} {} at {endpoint}", told.name, told.version);
@@ -68,6 +64,22 @@ pub fn containerd(reading: &Reading) -> Check {
         ),
         None => CONTAINERD.warning(format!("{seen}, unknown version"), upgrade()),
     }
+}
+
+/// Returns what to do if there is no answer, or one that is not of CRI.
+fn without_answer(why: &str) -> Fix {
+    // What gRPC says of a containerd that runs without CRI.
+    if why.contains("unknown service runtime.v1") {
+        return Fix::commands(
+            "containerd runs without its CRI plugin: its log says why. containerd 2.3.0 needs mkfs.erofs 1.7 for it, or \
+             unpack_config in its configuration; later versions do not",
+            ["journalctl -u containerd | grep -E 'cri|transfer|erofs'"],
+        );
+    }
+    Fix::commands(
+        "start containerd as root, or set its socket with --endpoint",
+        ["systemctl start containerd"],
+    )
 }
 
 /// The daemon, as its configuration describes it.
@@ -197,7 +209,7 @@ fn controlled<'a>(
 }
 
 /// The sandbox controller of containerd itself.
-const OWN_SANDBOXER: &str = "podsandbox";
+pub(super) const OWN_SANDBOXER: &str = "podsandbox";
 
 /// Returns the route of a containerd without sandbox controllers, or what is wrong in its configuration: the launcher must
 /// find this daemon's configuration.
@@ -281,7 +293,7 @@ mod tests {
             ("containerd", "v2.4.2", Verdict::Ok),
             ("containerd", "2.4.0-rc.1", Verdict::Ok),
             ("containerd", "v2.0.9", Verdict::Ok),
-            ("containerd", "v2.3.4", Verdict::Warning),
+            ("containerd", "v2.3.4", Verdict::Ok),
             ("containerd", "v2.5.0", Verdict::Warning),
             ("containerd", "v1.7.34", Verdict::Ok),
             ("containerd", "1.6.20~ds1", Verdict::Ok),
@@ -296,6 +308,8 @@ mod tests {
         let silent = containerd(&reading(Err("no answer within 5s".into())));
         assert_eq!(silent.verdict, Verdict::Failure);
         assert_eq!(silent.seen, "unix:///c.sock: no answer within 5s");
+        let without = containerd(&reading(Err("unknown service runtime.v1.RuntimeService".into())));
+        assert!(without.fix.unwrap().what.contains("without its CRI plugin"));
     }
 
     #[test]

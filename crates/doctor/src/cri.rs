@@ -16,7 +16,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::PATIENCE;
 
 /// Maximum size of an answer, bytes.
-const MAX_ANSWER_BYTES: usize = 4 << 20;
+pub(super) const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// containerd's type of sandbox controller plugins.
 const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
 
@@ -105,11 +105,11 @@ pub async fn route(reading: &Reading, socket: &Path) -> Option<Route> {
     })
 }
 
-fn socket(endpoint: &str) -> &Path {
+pub(super) fn socket(endpoint: &str) -> &Path {
     Path::new(endpoint.strip_prefix("unix://").unwrap_or(endpoint))
 }
 
-fn silent() -> String {
+pub(super) fn silent() -> String {
     format!("no answer within {PATIENCE:?}: it is slow or hangs")
 }
 
@@ -119,7 +119,7 @@ pub async fn listener(socket: &Path) -> Option<u32> {
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
 }
 
-fn grpc(socket: &Path) -> Result<Endpoint, String> {
+pub(super) fn grpc(socket: &Path) -> Result<Endpoint, String> {
     Endpoint::from_shared(format!("unix://{}", socket.display())).map_err(|error| chain(&error))
 }
 

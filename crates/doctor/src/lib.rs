@@ -24,6 +24,7 @@ mod limits;
 mod memory;
 mod namespaces;
 mod program;
+mod sandboxes;
 mod start;
 mod taps;
 mod topology;
@@ -74,16 +75,19 @@ pub async fn examine(question: &Question<'_>) -> Report {
     let (guest_kernel, guest_initramfs) = (config.vm.kernel.clone(), config.vm.initramfs.clone());
     let cri = async {
         let cri = cri::read(question.endpoint).await;
-        let (route, launcher) =
-            tokio::join!(cri::route(&cri, &controller), launcher::read(&host, cri.told()));
-        (cri, route, launcher)
+        let (route, launcher, endangered) = tokio::join!(
+            cri::route(&cri, &controller),
+            launcher::read(&host, cri.told()),
+            sandboxes::read(&cri),
+        );
+        (cri, route, launcher, endangered)
     };
     let kvm_and_qemu = async {
         let kvm = kvm::read(Path::new("/dev/kvm")).await;
         let accelerator = if kvm.is_used(config.vm.accelerator) { "kvm" } else { "tcg" };
         (kvm, vmm::read(&qemu::program(&config.vm, accelerator)).await)
     };
-    let ((kvm, qemu), vmms, mkfs, kernel, initramfs, taps, daemon, (cri, route, launcher)) = tokio::join!(
+    let ((kvm, qemu), vmms, mkfs, kernel, initramfs, taps, daemon, of_containerd) = tokio::join!(
         kvm_and_qemu,
         async { tokio::join!(vmm::read(&config.vm.cloud_hypervisor), vmm::read(&config.vm.firecracker)) },
         filesystems::read_mkfs(&config.rootfs.mkfs_erofs),
@@ -94,6 +98,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
         cri,
     );
     let (cloud_hypervisor, firecracker) = vmms;
+    let (cri, route, launcher, endangered) = of_containerd;
     let kernel = kernel.unwrap_or_else(|| kernel::Reading::silent(&config.vm.kernel));
     let initramfs = initramfs.unwrap_or_else(|| initramfs::Reading::silent(&config.vm.initramfs));
     let told = cri.told();
@@ -121,6 +126,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
                 containerd::Daemon { socket: &controller, config: question.config_path },
             ),
             launcher::judge(&launcher),
+            sandboxes::judge(&cri, endangered.as_ref()),
             capabilities::daemon(&capabilities),
             capabilities::oom_score(&capabilities, told),
             namespaces::judge(namespaces::read().as_ref(), config.vm.jail),

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::stack::Victim;
 use serde_json::{Value, json};
 
 use crate::cases;
@@ -12,6 +13,7 @@ use crate::pods::{Pod, Run, WAIT, container, end_of, is_ready, of, with};
 
 cases![
     alone: worker_killed,
+    front_killed,
     vm_killed,
     containerd_restarted,
     containerd_killed_beside_an_older_sandbox,
@@ -55,6 +57,23 @@ fn worker_killed(run: &Run<'_>) -> Result<()> {
     // kubelet asks for every pod each second.
     let pod = run.ready_pod("next", container("c", WAIT))?;
     run.see("next pod", is_ready(&pod.get()?["status"]), true);
+    Ok(())
+}
+
+/// The front has containerd's connections; the next one takes them over from its holder.
+fn front_killed(run: &Run<'_>) -> Result<()> {
+    let pod = run.ready_pod("", container("c", COUNT))?;
+    for victim in [Victim::Front, Victim::Both] {
+        if run.in_vm() {
+            run.node.stack().kill(victim)?;
+        }
+        pause(Duration::from_secs(5));
+        run.see(&format!("exec after {victim:?}"), pod.exec("c", "echo here")?, "here");
+    }
+    lives_on(run, &pod)?;
+    let next = run.ready_pod("next", container("c", WAIT))?;
+    run.see("next pod", next.exec("c", "echo here")?, "here");
+    run.see("deleted within 30 s", pod.delete()? < Duration::from_secs(30), true);
     Ok(())
 }
 

@@ -6,7 +6,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::cases;
-use crate::pods::{Run, WAIT, condition, container, end_of, of, with};
+use crate::node::eventually;
+use crate::pods::{PATIENCE, Run, WAIT, condition, container, end_of, is_ready, of, with};
 
 cases![
     runs_and_is_deleted,
@@ -18,6 +19,7 @@ cases![
     native_sidecar,
     ephemeral_container,
     shared_processes,
+    static_pod,
 ];
 
 fn runs_and_is_deleted(run: &Run<'_>) -> Result<()> {
@@ -221,5 +223,32 @@ fn shared_processes(run: &Run<'_>) -> Result<()> {
         last.get("terminated").map(|_| end_of(last))
     });
     run.see("killed from the other", ended.context("a signal")?, "Error/137");
+    Ok(())
+}
+
+/// A pod that kubelet reads from a file, and not from the API.
+fn static_pod(run: &Run<'_>) -> Result<()> {
+    let says = |word: &str| json!({ "containers": [container("c", &format!("echo {word}; {WAIT}"))] });
+    let pod = run.static_pod("", says("one"))?;
+    pod.ready()?;
+    run.see("exec", pod.exec("c", "echo here")?, "here");
+    run.see("log", pod.logs("c", &[])?, "one");
+    // The API's user can delete only its mirror: the pod runs on, and is there again.
+    let container_id = |status: &Value| of(status, "c")["containerID"].clone();
+    let before = container_id(&pod.get()?["status"]);
+    run.node.call("DELETE", &format!("/api/v1/namespaces/default/pods/{}", pod.name), None)?;
+    let after = eventually("its mirror", PATIENCE, || {
+        let status = pod.get().map(|pod| pod["status"].clone()).unwrap_or_default();
+        Ok(is_ready(&status).then(|| container_id(&status)))
+    })?;
+    run.see("lives on without its mirror", after == before, true);
+    run.static_pod("", says("two"))?;
+    let log = eventually("the changed pod", PATIENCE, || {
+        Ok(pod.logs("c", &[]).ok().filter(|log| !log.contains("one") && !log.is_empty()))
+    });
+    run.see("log after a change of its file", log.unwrap_or_default(), "two");
+    run.remove_static_pod("")?;
+    let gone = eventually("its end", PATIENCE, || Ok(pod.get().is_err().then_some(())));
+    run.see("gone with its file", gone.is_ok(), true);
     Ok(())
 }

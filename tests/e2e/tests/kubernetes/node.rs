@@ -46,6 +46,11 @@ impl Node {
         self.stack.dir().join("kubernetes/logs")
     }
 
+    /// Returns the directory from which kubelet reads static pods.
+    pub fn static_pods(&self) -> PathBuf {
+        self.stack.dir().join("kubernetes/static-pods")
+    }
+
     /// Calls the API. A body of `kind` is sent, if there is one. An error has the API's message.
     pub fn call(&self, method: &str, path: &str, body: Option<(&str, &Value)>) -> Result<Value> {
         let answer = self.call_raw(method, path, body)?;

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::fmt::Display;
+use std::path::PathBuf;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
@@ -30,13 +31,22 @@ pub struct Run<'a> {
     seen: RefCell<Vec<Seen>>,
     /// API paths of what is to be deleted.
     made: RefCell<Vec<String>>,
+    /// Files of static pods.
+    files: RefCell<Vec<PathBuf>>,
 }
 
 impl<'a> Run<'a> {
     /// Prepares a case.
     pub fn new(node: &'a Node, class: &'static str, case: &str) -> Self {
         let prefix = format!("{}-{class}", case.replace("::", "-").replace('_', "-"));
-        Self { node, class, prefix, seen: RefCell::default(), made: RefCell::default() }
+        Self {
+            node,
+            class,
+            prefix,
+            seen: RefCell::default(),
+            made: RefCell::default(),
+            files: RefCell::default(),
+        }
     }
 
     /// Returns whether pods are microVMs.
@@ -52,6 +62,9 @@ impl<'a> Run<'a> {
 
     /// Ends the case: removes its objects.
     pub fn end(self, outcome: Result<()>) -> Outcome {
+        for file in self.files.borrow().iter() {
+            let _ = std::fs::remove_file(file);
+        }
         for path in self.made.borrow().iter().rev() {
             let body = json!({ "gracePeriodSeconds": 0 });
             let _ = self.node.call("DELETE", path, Some((JSON, &body)));
@@ -65,10 +78,18 @@ impl<'a> Run<'a> {
     }
 
     /// Creates an object in the default namespace: `resource` is the plural of its kind.
-    pub fn create(&self, resource: &str, suffix: &str, mut object: Value) -> Result<Value> {
+    pub fn create(&self, resource: &str, suffix: &str, object: Value) -> Result<Value> {
+        self.create_at(format!("/api/v1/namespaces/default/{resource}"), suffix, object)
+    }
+
+    /// Creates an object that is in no namespace.
+    pub fn create_for_all(&self, resource: &str, suffix: &str, object: Value) -> Result<Value> {
+        self.create_at(format!("/api/v1/{resource}"), suffix, object)
+    }
+
+    fn create_at(&self, all: String, suffix: &str, mut object: Value) -> Result<Value> {
         let name = self.name(suffix);
         object["metadata"]["name"] = json!(name);
-        let all = format!("/api/v1/namespaces/default/{resource}");
         let created = self.node.call("POST", &all, Some((JSON, &object)))?;
         self.made.borrow_mut().push(format!("{all}/{name}"));
         Ok(created)
@@ -78,6 +99,40 @@ impl<'a> Run<'a> {
     pub fn patch(&self, resource: &str, suffix: &str, patch: &Value) -> Result<Value> {
         let path = format!("/api/v1/namespaces/default/{resource}/{}", self.name(suffix));
         self.node.call("PATCH", &path, Some((STRATEGIC, patch)))
+    }
+
+    /// Changes an object's status, as a controller does.
+    pub fn patch_status(&self, resource: &str, suffix: &str, patch: &Value) -> Result<Value> {
+        let path = format!("/api/v1/namespaces/default/{resource}/{}/status", self.name(suffix));
+        self.node.call("PATCH", &path, Some((STRATEGIC, patch)))
+    }
+
+    /// Gives kubelet a pod by a file, and waits until the API shows it. Its uid is that of its mirror in the API.
+    pub fn static_pod(&self, suffix: &str, mut spec: Value) -> Result<Pod<'_>> {
+        spec["runtimeClassName"] = json!(self.class);
+        spec["terminationGracePeriodSeconds"] = json!(2);
+        spec["enableServiceLinks"] = json!(false);
+        spec["dnsPolicy"] = json!("Default");
+        let metadata = json!({ "name": self.name(suffix), "namespace": "default" });
+        let pod = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec });
+        let file = self.node.static_pods().join(format!("{}.json", self.name(suffix)));
+        // Whole at once: kubelet reads the directory at any time, but no file whose name begins with a dot.
+        let new = file.with_file_name(format!(".{}.new", self.name(suffix)));
+        std::fs::write(&new, pod.to_string())?;
+        std::fs::rename(&new, &file)?;
+        self.files.borrow_mut().push(file);
+        let name = format!("{}-node1", self.name(suffix));
+        let path = format!("/api/v1/namespaces/default/pods/{name}");
+        let mirror =
+            eventually("the static pod's mirror", PATIENCE, || Ok(self.node.call("GET", &path, None).ok()))?;
+        let uid = mirror["metadata"]["uid"].as_str().context("a pod has a uid")?.to_owned();
+        Ok(Pod { run: self, name, uid })
+    }
+
+    /// Takes a static pod's file away.
+    pub fn remove_static_pod(&self, suffix: &str) -> Result<()> {
+        let file = self.node.static_pods().join(format!("{}.json", self.name(suffix)));
+        Ok(std::fs::remove_file(file)?)
     }
 
     /// Creates a pod.

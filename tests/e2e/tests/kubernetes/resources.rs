@@ -7,9 +7,17 @@ use serde_json::{Value, json};
 
 use crate::cases;
 use crate::node::{eventually, pause};
-use crate::pods::{PATIENCE, Pod, Run, WAIT, condition, container, end_of, of, with};
+use crate::pods::{PATIENCE, Pod, Run, WAIT, condition, container, end_of, is_ready, of, with};
 
-cases![limits, out_of_memory, resized, resized_beyond_the_vm, statistics, ephemeral_storage_limit];
+cases![
+    limits,
+    out_of_memory,
+    busy_empty_dir_in_memory,
+    resized,
+    resized_beyond_the_vm,
+    statistics,
+    ephemeral_storage_limit
+];
 
 /// Prints limits of memory in bytes and of CPU in µs per 100 ms, from either version of control groups.
 const READ_LIMITS: &str = "cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null; \
@@ -39,6 +47,25 @@ fn out_of_memory(run: &Run<'_>) -> Result<()> {
     })?;
     run.see("end", end, "OOMKilled/137");
     run.see("the other one runs", of(&pod.get()?["status"], "other")["state"].get("running").is_some(), true);
+    Ok(())
+}
+
+/// Files in memory count as their container's memory. Within its limit nothing may end the pod, on the host neither.
+fn busy_empty_dir_in_memory(run: &Run<'_>) -> Result<()> {
+    let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
+    let writer = with(with(container("c", WAIT), limited("200Mi", "1")), mounts);
+    let volume = json!({ "name": "v", "emptyDir": { "medium": "Memory" } });
+    let pod = run.pod("", json!({ "containers": [writer], "volumes": [volume] }))?;
+    pod.ready()?;
+    for round in 1..=3 {
+        let script = "head -c 188743680 /dev/urandom >/v/file && wc -c </v/file";
+        run.see(&format!("bytes written, {round}"), pod.exec("c", script)?, 188_743_680);
+    }
+    pause(Duration::from_secs(10));
+    let status = pod.get()?["status"].clone();
+    run.see("restarts", &of(&status, "c")["restartCount"], 0);
+    run.see("Ready", is_ready(&status), true);
+    run.see("the file stays", pod.exec("c", "wc -c </v/file")?, 188_743_680);
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use crate::cases;
 use crate::node::eventually;
 use crate::pods::{PATIENCE, Pod, Run, WAIT, container, with};
 
-cases![files_and_their_updates, empty_dirs, small_empty_dirs, host_path];
+cases![files_and_their_updates, empty_dirs, small_empty_dirs, host_path, persistent_volume];
 
 fn becomes(pod: &Pod<'_>, file: &str, wanted: &str) -> Result<String> {
     let mut last = String::new();
@@ -119,5 +119,44 @@ fn host_path(run: &Run<'_>) -> Result<()> {
     run.see("from the host", pod.exec("c", "cat /v/from-host; echo pod >/v/from-pod")?, "host");
     let written = std::fs::read_to_string(dir.path().join("from-pod")).context("a file from the pod")?;
     run.see("from the pod", written.trim(), "pod");
+    Ok(())
+}
+
+/// A local volume, bound by hand: there is no controller that does it.
+fn persistent_volume(run: &Run<'_>) -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    std::fs::write(dir.path().join("from-host"), "host")?;
+    let name = run.name("");
+    let node = json!({ "key": "kubernetes.io/hostname", "operator": "In", "values": ["node1"] });
+    let terms = json!({ "nodeSelectorTerms": [{ "matchExpressions": [node] }] });
+    let common = json!({ "storageClassName": "by-hand", "accessModes": ["ReadWriteOnce"] });
+    let claim = with(
+        common.clone(),
+        json!({ "volumeName": name, "resources": { "requests": { "storage": "1Mi" } } }),
+    );
+    let claim = run.create("persistentvolumeclaims", "", json!({ "spec": claim }))?;
+    let volume = json!({
+        "capacity": { "storage": "1Mi" }, "local": { "path": dir.path() }, "nodeAffinity": { "required": terms },
+        "persistentVolumeReclaimPolicy": "Retain",
+        "claimRef": { "namespace": "default", "name": name, "uid": claim["metadata"]["uid"] },
+    });
+    run.create_for_all("persistentvolumes", "", json!({ "spec": with(common, volume) }))?;
+    run.patch("persistentvolumeclaims", "", &json!({ "metadata": { "finalizers": null } }))?;
+    run.patch_status("persistentvolumeclaims", "", &json!({ "status": { "phase": "Bound" } }))?;
+
+    let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
+    let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": name } });
+    let spec = json!({ "containers": [with(container("c", WAIT), mounts)], "volumes": [volume] });
+    let first = run.pod("first", spec.clone())?;
+    first.ready()?;
+    run.see("from the host", first.exec("c", "cat /v/from-host; echo pod >/v/from-pod")?, "host");
+    let written = std::fs::read_to_string(dir.path().join("from-pod")).context("a file from the pod")?;
+    run.see("from the pod", written.trim(), "pod");
+    first.delete()?;
+    let second = run.pod("second", spec)?;
+    second.ready()?;
+    run.see("what the first pod wrote", second.exec("c", "cat /v/from-pod")?, "pod");
+    // The directory is removed with this case, so no pod may still have it.
+    second.delete()?;
     Ok(())
 }

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Runs critest, the conformance tests of CRI, on a stack of its own, in a network namespace of its own. What comes of each case must be
+# what tests/critest/expected.tsv says.
+#   test-critest.sh [HANDLER]          compares; HANDLER (default sandboxer) may be runc, to see what is not ours: it has no list
+#   test-critest.sh record [HANDLER]   writes the list anew
+# critest must be on PATH; this project does not bring it. Its images come from tests/critest/images.py: no registry is asked.
+# CRITEST_ARGUMENTS is added to critest's (for example -ginkgo.focus=…; then nothing is compared). The variables of stack.sh hold here, too.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+PORT=5000
+LIST=$ROOT/tests/critest/expected.tsv
+verb=compare
+[[ ${1:-} != record ]] || { verb=record; shift; }
+[[ $# -le 1 ]] || die "usage: test-critest.sh [record] [HANDLER]"
+handler=${1:-sandboxer}
+[[ -z ${CRITEST_ARGUMENTS:-} && $handler == sandboxer ]] || verb=show
+
+[[ $(id -u) == 0 ]] || die "a stack needs root: it mounts, makes namespaces and cgroups"
+command -v critest >/dev/null ||
+    die "no critest on PATH: install one of cri-tools' releases; $LIST was made with the version that its first line names"
+if [[ ${CRITEST_INSIDE:-} != 1 ]]; then
+    CRITEST_INSIDE=1 exec unshare --net -- "$0" $([[ $verb != record ]] || echo record) "$handler"
+fi
+
+work=$(mktemp -d)
+stack=$work/stack
+pids=()
+end() {
+    local status=$?
+    trap - EXIT
+    for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+    if [[ ${CRITEST_KEEP:-} == 1 ]]; then
+        say "kept, as CRITEST_KEEP asks: $work; end it with scripts/stack.sh down $stack"
+        exit $status
+    fi
+    "$ROOT/scripts/stack.sh" down "$stack"
+    "$ROOT/scripts/leftovers.sh" check "$stack" "$work/before" || status=1
+    rm -rf "$work"
+    exit $status
+}
+trap end EXIT
+trap 'exit 130' INT TERM HUP
+
+ip link set lo up
+sysctl -qw net.ipv4.ip_forward=1
+"$ROOT/scripts/leftovers.sh" record "$stack" "$work/before"
+python3 "$ROOT/tests/critest/images.py" "$PORT" >"$work/registry.log" 2>&1 &
+pids+=($!)
+POOL=${POOL:-2} STACK_NETWORK=here STACK_NRI=1 "$ROOT/scripts/stack.sh" up "$stack"
+stack_names "$stack"
+
+# In the order of the files, so that two runs do the same.
+arguments=(-config "$DIR/crictl.yaml" -runtime-endpoint "unix://$RUN/containerd.sock" -image-endpoint "unix://$RUN/containerd.sock"
+    -runtime-handler "$handler" -registry-prefix "127.0.0.1:$PORT" -nri-socket "$RUN/nri.sock"
+    -ginkgo.no-color -ginkgo.randomize-all=false -ginkgo.seed=1 -ginkgo.timeout=3h -ginkgo.junit-report="$work/report.xml")
+# shellcheck disable=SC2206 # words
+arguments+=(${CRITEST_ARGUMENTS:-})
+mkdir "$work/tmp"
+status=0
+TMPDIR=$work/tmp NO_PROXY=127.0.0.1 no_proxy=127.0.0.1 attended critest "${arguments[@]}" >"$work/log" 2>&1 || status=$?
+if [[ -n ${CRITEST_LOG:-} ]]; then cp "$work/log" "$CRITEST_LOG"; fi
+[[ -s $work/report.xml ]] || { tail -n 40 "$work/log" >&2; die "critest ended with $status and without a report"; }
+case $verb in
+compare) python3 "$ROOT/tests/critest/judge.py" "$work/report.xml" "$LIST" ;;
+record) python3 "$ROOT/tests/critest/judge.py" "$work/report.xml" "$LIST" record ;;
+show) python3 "$ROOT/tests/critest/judge.py" "$work/report.xml" "$work/list" record ;;
+esac

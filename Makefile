@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd test-kubernetes soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd test-kubernetes test-critest soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -135,6 +135,9 @@ test-kubernetes: build guest-image tools ## run a real kubelet on a stack: each 
 	@scripts/tools.sh kubernetes >/dev/null
 	SANDBOXER_E2E_KUBERNETES=1 SANDBOXER_E2E_TABLE=$(CURDIR)/docs/compatibility.md \
 	cargo test -p sandboxer-e2e --test kubernetes -- --nocapture
+
+test-critest: build guest-image tools ## run critest, which must be on PATH, and compare with tests/critest/expected.tsv (needs root)
+	@scripts/test-critest.sh
 
 SOAK_SECONDS ?= 180
 soak: build build-failing guest-image tools ## run churn for SOAK_SECONDS (180), half of them with kills; look for leaks (needs root)

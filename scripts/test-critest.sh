@@ -36,6 +36,8 @@ end() {
         exit $status
     fi
     "$ROOT/scripts/stack.sh" down "$stack"
+    # Cases that fail leave their mounts.
+    awk -v dir="$work/" 'index($5, dir) == 1 { print $5 }' /proc/self/mountinfo | tac | xargs -r umount
     "$ROOT/scripts/leftovers.sh" check "$stack" "$work/before" || status=1
     rm -rf "$work"
     exit $status
@@ -50,10 +52,14 @@ python3 "$ROOT/tests/critest/images.py" "$PORT" >"$work/registry.log" 2>&1 &
 pids+=($!)
 POOL=${POOL:-2} STACK_NETWORK=here STACK_NRI=1 "$ROOT/scripts/stack.sh" up "$stack"
 stack_names "$stack"
+# Every registry's images are those of ours.
+mkdir -p "$DIR/containerd/certs.d/_default"
+printf 'server = "http://127.0.0.1:%s"\n[host."http://127.0.0.1:%s"]\n  capabilities = ["pull", "resolve"]\n' "$PORT" "$PORT" \
+    >"$DIR/containerd/certs.d/_default/hosts.toml"
 
 # In the order of the files, so that two runs do the same.
 arguments=(-config "$DIR/crictl.yaml" -runtime-endpoint "unix://$RUN/containerd.sock" -image-endpoint "unix://$RUN/containerd.sock"
-    -runtime-handler "$handler" -registry-prefix "127.0.0.1:$PORT" -nri-socket "$RUN/nri.sock"
+    -runtime-handler "$handler" -nri-socket "$RUN/nri.sock"
     -ginkgo.no-color -ginkgo.randomize-all=false -ginkgo.seed=1 -ginkgo.timeout=3h -ginkgo.junit-report="$work/report.xml")
 # shellcheck disable=SC2206 # words
 arguments+=(${CRITEST_ARGUMENTS:-})

@@ -53,7 +53,7 @@ def setuid_program():
 
 
 def busybox_files():
-    """Returns files, as path: (content, mode), and links, as path: target, of a small system."""
+    """Returns files, as path: (content, mode), and hard links, as path: target, of a small system."""
     path = shutil.which("busybox") or sys.exit("no busybox: apt-get install busybox-static")
     programs = subprocess.run([path, "--list"], check=True, capture_output=True, text=True).stdout.split()
     files = {
@@ -62,9 +62,11 @@ def busybox_files():
         "etc/group": (GROUP.encode(), 0o644),
         "www/index.html": (b"<title>It works</title>\n", 0o644),
     }
-    if "pgrep" not in programs:
-        files["bin/pgrep"] = (b'#!/bin/sh\nexec pidof "$@"\n', 0o755)
-    links = {f"bin/{name}": "busybox" for name in programs if name != "busybox"}
+    # What Debian's busybox lacks.
+    scripts = {"pgrep": b'#!/bin/sh\nexec pidof "$@"\n', "ipcs": b"#!/bin/sh\ncat /proc/sysvipc/shm\n"}
+    files.update({f"bin/{name}": (script, 0o755) for name, script in scripts.items() if name not in programs})
+    # No symbolic links: a case hides one program and uses another.
+    links = {f"bin/{name}": "bin/busybox" for name in programs if name != "busybox"}
     return files, links
 
 
@@ -84,7 +86,7 @@ def layer(files, links):
             archive.addfile(entry, io.BytesIO(data))
         for name, target in sorted(links.items()):
             entry = tarfile.TarInfo(name)
-            entry.type, entry.linkname = tarfile.SYMTYPE, target
+            entry.type, entry.linkname, entry.mode = tarfile.LNKTYPE, target, 0o755
             archive.addfile(entry)
     return out.getvalue()
 
@@ -122,7 +124,8 @@ class Store:
 def fill(store):
     """Makes all images."""
     files, links = busybox_files()
-    shell, web = {"Cmd": ["sh"]}, {"Cmd": ["/bin/nginx"], "ExposedPorts": {"80/tcp": {}}}
+    # A case looks for the last words in the command line of process 1.
+    shell, web = {"Cmd": ["sh"]}, {"Cmd": ["/bin/nginx", "master process"], "ExposedPorts": {"80/tcp": {}}}
 
     def image(names, config=shell, more=None):
         store.image(names, config, {**files, **(more or {})}, links)

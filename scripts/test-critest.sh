@@ -45,6 +45,7 @@ end() {
 trap end EXIT
 trap 'exit 130' INT TERM HUP
 
+(cd "$ROOT/tests/critest" && PYTHONDONTWRITEBYTECODE=1 python3 -m unittest --quiet test_judge)
 ip link set lo up
 sysctl -qw net.ipv4.ip_forward=1
 "$ROOT/scripts/leftovers.sh" record "$stack" "$work/before"
@@ -58,7 +59,7 @@ printf 'server = "http://127.0.0.1:%s"\n[host."http://127.0.0.1:%s"]\n  capabili
     >"$DIR/containerd/certs.d/_default/hosts.toml"
 
 # In the order of the files, so that two runs do the same.
-arguments=(-config "$DIR/crictl.yaml" -runtime-endpoint "unix://$RUN/containerd.sock" -image-endpoint "unix://$RUN/containerd.sock"
+arguments=(-runtime-endpoint "unix://$RUN/containerd.sock" -image-endpoint "unix://$RUN/containerd.sock"
     -runtime-handler "$handler" -nri-socket "$RUN/nri.sock"
     -ginkgo.no-color -ginkgo.randomize-all=false -ginkgo.seed=1 -ginkgo.timeout=3h -ginkgo.junit-report="$work/report.xml")
 # shellcheck disable=SC2206 # words

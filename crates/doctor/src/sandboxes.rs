@@ -21,7 +21,7 @@ use super::{
 };
 
 const SANDBOXES: Subject = Subject {
-    name: "containerd's restart",
+    name: "sandboxes",
     why: "after its restart containerd does not know which sandbox of a pod is the newest; kubelet may then end a pod that \
           runs and also has an older, dead sandbox",
 };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::stack::Victim;
 use serde_json::{Value, json};
@@ -133,6 +133,10 @@ fn containerd_killed_beside_an_older_sandbox(run: &Run<'_>) -> Result<()> {
     })?;
     let before = restarts(&pod)?;
     run.see("sandboxes", run.node.sandboxes(&pod.uid)?.len(), 2);
+    // Said before the restart, of our pods only: containerd itself has those of runc.
+    let check = run.node.checked("sandboxes")?;
+    let named = check["seen"].as_str().is_some_and(|seen| seen.contains(&pod.name));
+    ensure!(named == run.in_vm(), "sandboxer-cli check: {check}");
     run.node.restart("containerd", Signal::SIGKILL)?;
     let since_2020 = |created_at: &i64| *created_at > 1_577_836_800_000_000_000;
     let sandboxes = run.node.sandboxes(&pod.uid)?;

@@ -118,6 +118,16 @@ impl Node {
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 
+    /// Returns what `sandboxer-cli check` says of one thing.
+    pub fn checked(&self, name: &str) -> Result<Value> {
+        // Its exit code tells the worst of all checks.
+        let output = self.stack.command("sandboxer-cli").args(["check", "--json"]).output()?;
+        let report: Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| format!("sandboxer-cli check: {}", text(&output.stderr)))?;
+        let found = report["checks"].as_array().into_iter().flatten().find(|check| check["name"] == name);
+        found.cloned().with_context(|| format!("no check {name:?}"))
+    }
+
     /// Returns when each sandbox of a pod was created, as CRI lists them, ns.
     pub fn sandboxes(&self, uid: &str) -> Result<Vec<i64>> {
         let _inside = self.runtime.enter();

@@ -142,7 +142,10 @@ fn persistent_volume(run: &Run<'_>) -> Result<()> {
     });
     run.create_for_all("persistentvolumes", "", json!({ "spec": with(common, volume) }))?;
     run.patch("persistentvolumeclaims", "", &json!({ "metadata": { "finalizers": null } }))?;
-    run.patch_status("persistentvolumeclaims", "", &json!({ "status": { "phase": "Bound" } }))?;
+    // Without a capacity kubelet would resize the volume first.
+    let bound =
+        json!({ "phase": "Bound", "capacity": { "storage": "1Mi" }, "accessModes": ["ReadWriteOnce"] });
+    run.patch_status("persistentvolumeclaims", "", &json!({ "status": bound }))?;
 
     let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
     let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": name } });

@@ -21,7 +21,9 @@ handler=${1:-sandboxer}
 command -v critest >/dev/null ||
     die "no critest on PATH: install one of cri-tools' releases; $LIST was made with the version that its first line names"
 if [[ ${CRITEST_INSIDE:-} != 1 ]]; then
-    CRITEST_INSIDE=1 exec unshare --net -- "$0" $([[ $verb != record ]] || echo record) "$handler"
+    set -- "$handler"
+    [[ $verb != record ]] || set -- record "$@"
+    CRITEST_INSIDE=1 exec unshare --net -- "$0" "$@"
 fi
 
 work=$(mktemp -d)
@@ -51,6 +53,11 @@ sysctl -qw net.ipv4.ip_forward=1
 "$ROOT/scripts/leftovers.sh" record "$stack" "$work/before"
 python3 "$ROOT/tests/critest/images.py" "$PORT" >"$work/registry.log" 2>&1 &
 pids+=($!)
+for _ in {1..300}; do
+    ! (: <"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null || break
+    [[ -e /proc/${pids[0]} ]] || die "the registry of the images did not start: $(<"$work/registry.log")"
+    sleep 0.1
+done
 POOL=${POOL:-2} STACK_NETWORK=here STACK_NRI=1 "$ROOT/scripts/stack.sh" up "$stack"
 stack_names "$stack"
 # Every registry's images are those of ours.

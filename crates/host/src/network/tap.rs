@@ -35,7 +35,8 @@ fn named(name: &CStr) -> io::Result<File> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "tap name is too long"));
     }
     for (into, byte) in request.ifr_name.iter_mut().zip(bytes) {
-        *into = byte.cast_signed();
+        // A C char is signed on amd64, and not on arm64.
+        *into = libc::c_char::from_ne_bytes([*byte]);
     }
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     request.ifr_ifru.ifru_flags = flags.try_into().map_err(io::Error::other)?;

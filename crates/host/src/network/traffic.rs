@@ -127,7 +127,7 @@ fn name_of(tap: &OwnedFd) -> io::Result<CString> {
         return Err(io::Error::last_os_error());
     }
     let name: Vec<u8> =
-        request.ifr_name.iter().map(|byte| byte.cast_unsigned()).take_while(|byte| *byte != 0).collect();
+        request.ifr_name.iter().flat_map(|byte| byte.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
     CString::new(name).map_err(io::Error::other)
 }
 
@@ -154,7 +154,7 @@ fn offloads_of(name: &CString) -> io::Result<Vec<&'static str>> {
         // SAFETY: all zeroes is a valid request without a name.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
         for (into, byte) in request.ifr_name.iter_mut().zip(name.to_bytes_with_nul()) {
-            *into = byte.cast_signed();
+            *into = libc::c_char::from_ne_bytes([*byte]);
         }
         request.ifr_ifru.ifru_data = std::ptr::from_mut(&mut question).cast();
         // SAFETY: the request points to a query that the call reads and writes, and that outlives the call.

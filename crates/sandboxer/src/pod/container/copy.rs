@@ -5,7 +5,7 @@
 //! buffered. The next worker can read the progress of each stream: see
 //! [`spool`](super::spool).
 
-use std::io;
+use std::{io, time::Duration};
 
 use sandboxer_base::chain;
 use sandboxer_guest::{Agent, GuestError, Pace};
@@ -18,6 +18,9 @@ use super::{
 
 /// Maximum bytes per call to the agent.
 const CHUNK: usize = 64 << 10;
+/// At the end of one output containerd detaches its clients from the other one, too: what it has not read of that by then does not
+/// reach them. So an output ends only after it was read, or after this time.
+const READ_WITHIN: Duration = Duration::from_millis(100);
 
 /// Why a copy ended early.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +75,7 @@ pub async fn copy_output(
         }
         outlet.deliver(answer.offset, &answer.data).await?;
         if answer.end {
+            outlet.read_within(READ_WITHIN).await;
             return Ok(());
         }
         request.offset = answer.offset + answer.data.len() as u64;

@@ -15,6 +15,7 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::fs::FileExt,
     },
+    time::Duration,
 };
 
 use rustix::{
@@ -25,6 +26,8 @@ use rustix::{
 use tokio::io::{Interest, unix::AsyncFd};
 
 const PAGE: u64 = 4096;
+/// Between two looks at whether a FIFO was read: the kernel reports only that it can be written to.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
 fn watched(fifo: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: an OwnedFd stays open and refers to the same file for its lifetime, and the AsyncFd owns it.
@@ -113,6 +116,17 @@ impl Outlet {
             }
         }
     }
+
+    /// Waits until the FIFO's reader has read all bytes, at most for `limit`.
+    pub async fn read_within(&self, limit: Duration) {
+        let read = async {
+            while rustix::io::ioctl_fionread(&self.fifo).is_ok_and(|left| left > 0) {
+                tokio::time::sleep(LOOK_INTERVAL).await;
+            }
+        };
+        // A reader that is slow or gone gets the bytes later, or never.
+        let _ = tokio::time::timeout(limit, read).await;
+    }
 }
 
 /// Input from a FIFO. The memfd's length is the number of bytes read from the FIFO.
@@ -184,5 +198,31 @@ impl Inlet {
     /// Frees bytes before `offset`: the guest has them.
     pub fn passed(&mut self, offset: u64) -> io::Result<()> {
         self.spool.empty(offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::pipe::{PipeFlags, pipe_with};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_end_of_an_output_waits_for_its_reader_but_not_for_ever() {
+        let (reader, writer) = pipe_with(PipeFlags::NONBLOCK).unwrap();
+        let mut outlet = Outlet::new(writer).unwrap();
+        outlet.deliver(0, b"last words").await.unwrap();
+        let began = Instant::now();
+        outlet.read_within(Duration::from_millis(50)).await;
+        assert_eq!(began.elapsed().as_millis(), 50, "nothing is read");
+        let began = Instant::now();
+        let read = async {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            rustix::io::read(&reader, &mut [0; 64]).unwrap()
+        };
+        let ((), count) = tokio::join!(outlet.read_within(Duration::from_secs(1)), read);
+        assert_eq!(count, 10);
+        assert!((10..15).contains(&began.elapsed().as_millis()), "{:?}", began.elapsed());
     }
 }

@@ -36,6 +36,11 @@ const CODE: [u8; 38] = [
     0xeb, 0xe1, // jmp to the first mov
 ];
 
+/// Numbers of x86-64's calls that arm64 does not have. The code above is x86-64's too: guests on arm64 need another one.
+const ARCH_PRCTL: u64 = 158;
+const READLINK: u64 = 89;
+const FORK: u64 = 57;
+
 /// A call's number and its first five arguments; the sixth is 0.
 type Call = [u64; 6];
 
@@ -51,13 +56,13 @@ fn calls(words: u64) -> Vec<Call> {
         [number(libc::SYS_mmap), 0, 2 << 12, flags(libc::PROT_READ | libc::PROT_WRITE), anonymous, u64::MAX],
         [number(libc::SYS_mprotect), BASE + DATA, 1 << 12, flags(libc::PROT_READ), 0, 0],
         // ARCH_SET_FS of arch_prctl(2), which libc does not name.
-        [number(libc::SYS_arch_prctl), 0x1002, SCRATCH, 0, 0, 0],
+        [ARCH_PRCTL, 0x1002, SCRATCH, 0, 0, 0],
         [number(libc::SYS_set_tid_address), SCRATCH, 0, 0, 0, 0],
         [number(libc::SYS_prlimit64), 0, u64::from(libc::RLIMIT_STACK), 0, SCRATCH, 0],
         [number(libc::SYS_getrandom), SCRATCH, 16, u64::from(libc::GRND_NONBLOCK), 0, 0],
         [number(libc::SYS_uname), SCRATCH, 0, 0, 0, 0],
         [number(libc::SYS_getcwd), SCRATCH, 4096, 0, 0, 0],
-        [number(libc::SYS_readlink), own, SCRATCH, 4096, 0, 0],
+        [READLINK, own, SCRATCH, 4096, 0, 0],
         [number(libc::SYS_rt_sigaction), flags(libc::SIGINT), 0, SCRATCH, 8, 0],
         [number(libc::SYS_rt_sigprocmask), 0, 0, SCRATCH, 8, 0],
         [number(libc::SYS_ioctl), 1, libc::TCGETS, SCRATCH, 0, 0],
@@ -69,7 +74,7 @@ fn calls(words: u64) -> Vec<Call> {
         [number(libc::SYS_close), 3, 0, 0, 0, 0],
         [number(libc::SYS_write), 1, line, 1, 0, 0],
         // From here on there are two processes.
-        [number(libc::SYS_fork), 0, 0, 0, 0, 0],
+        [FORK, 0, 0, 0, 0, 0],
         [number(libc::SYS_wait4), u64::MAX, SCRATCH, 0, 0, 0],
         [number(libc::SYS_exit_group), 0, 0, 0, 0, 0],
     ]

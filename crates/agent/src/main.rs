@@ -39,6 +39,7 @@ mod clock;
 mod console;
 mod container;
 mod containers;
+mod cpus;
 mod device_rules;
 mod devices;
 mod disk;

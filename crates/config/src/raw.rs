@@ -91,6 +91,8 @@ impl fmt::Display for Place {
 const HOTPLUG_STEP_MIB: u64 = 128;
 /// Most memory that a VM can get while it runs, MiB.
 const MAX_HOTPLUG_MIB: u64 = 1 << 20;
+/// Most vCPUs that a VM can get while it runs: the guest's kernel knows 64.
+const MAX_HOTPLUG_VCPUS: u32 = 63;
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
@@ -129,6 +131,7 @@ struct RawVm {
     max_vcpus: Option<u32>,
     max_memory_mib: Option<u64>,
     hotplug_memory_mib: Option<u64>,
+    hotplug_vcpus: Option<u32>,
     boot_timeout: Option<Seconds>,
     call_timeout: Option<Seconds>,
     agent_timeout: Option<Seconds>,
@@ -290,6 +293,9 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
     let fine = hotplug_memory_mib.is_multiple_of(HOTPLUG_STEP_MIB) && hotplug_memory_mib <= MAX_HOTPLUG_MIB;
     let takes = "a multiple of 128, at most 1048576, or 0";
     bounds.check("vm.hotplug_memory_mib", hotplug_memory_mib.to_string(), takes, fine)?;
+    let hotplug_vcpus = raw.hotplug_vcpus.unwrap_or(vm.hotplug_vcpus);
+    let fine = hotplug_vcpus <= MAX_HOTPLUG_VCPUS;
+    bounds.check("vm.hotplug_vcpus", hotplug_vcpus.to_string(), "0 to 63", fine)?;
     // Earlier versions accepted false.
     bounds.check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.jail != Some(false))?;
     Ok(VmConfig {
@@ -306,6 +312,7 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
         max_vcpus,
         max_memory_mib,
         hotplug_memory_mib,
+        hotplug_vcpus,
         boot_timeout: bounds.seconds("vm.boot_timeout", raw.boot_timeout, vm.boot_timeout)?,
         call_timeout: bounds.seconds("vm.call_timeout", raw.call_timeout, vm.call_timeout)?,
         agent_timeout: bounds.seconds("vm.agent_timeout", raw.agent_timeout, vm.agent_timeout)?,

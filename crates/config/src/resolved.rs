@@ -72,6 +72,8 @@ pub struct VmConfig {
     pub max_memory_mib: u64,
     /// Memory that a VM can get while it runs, MiB: 0, or a multiple of 128.
     pub hotplug_memory_mib: u64,
+    /// vCPUs that a VM can get while it runs.
+    pub hotplug_vcpus: u32,
     /// Timeout until a VM's agent is ready; for a pod over all start paths, without its time in the queue.
     pub boot_timeout: Duration,
     /// Timeout of one call to a VMM.
@@ -401,6 +403,7 @@ impl Default for Config {
                 max_vcpus: node_vcpus,
                 max_memory_mib: node_memory_mib,
                 hotplug_memory_mib: 0,
+                hotplug_vcpus: 0,
                 boot_timeout: Duration::from_secs(30),
                 call_timeout: Duration::from_secs(10),
                 agent_timeout: Duration::from_secs(10),

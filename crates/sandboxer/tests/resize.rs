@@ -1,5 +1,5 @@
-//! The memory of a pod's VM follows the pod's limits, with doubles for the VMM and the agent. The agent's double refuses a limit
-//! beyond the memory that its guest has at that moment, as the real one does.
+//! The memory and the vCPUs of a pod's VM follow the pod's limits, with doubles for the VMM and the agent. The agent's double refuses a
+//! limit beyond what its guest has at that moment, as the real one does.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -24,6 +24,8 @@ const LONG: Duration = Duration::from_secs(60);
 /// Memory of the boot, and the most beside it, MiB.
 const BOOT: u64 = 256;
 const GROWTH: u64 = 1024;
+/// vCPUs beside the one of the boot.
+const MORE_VCPUS: u32 = 3;
 
 struct Test {
     node: TestNode,
@@ -41,6 +43,8 @@ impl Test {
         let node = TestNode::with(vmm, |config| {
             config.vm.max_memory_mib = 1 << 20;
             config.vm.hotplug_memory_mib = GROWTH;
+            config.vm.max_vcpus = 8;
+            config.vm.hotplug_vcpus = MORE_VCPUS;
         });
         let limits = Limits { memory_bytes: all << 20, ..Limits::default() };
         let pod = node.pod_of(PodSpec { limits, ..PodSpec::plain("web".parse().unwrap(), 1, BOOT) });
@@ -49,7 +53,9 @@ impl Test {
             let new = node.container(name, "true");
             let path = new.bundle.join("config.json");
             let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-            spec["linux"]["resources"] = serde_json::json!({ "memory": { "limit": 64 << 20 } });
+            spec["linux"]["resources"] = serde_json::json!({
+                "memory": { "limit": 64 << 20 }, "cpu": { "quota": 50_000, "period": 100_000 },
+            });
             fs::write(&path, spec.to_string()).unwrap();
             pod.create_container(new).await.unwrap();
             pod.start_process(id(name), None).await.unwrap();
@@ -64,6 +70,37 @@ impl Test {
 
     async fn limit_all(&self, mib: i64) -> Result<(), sandboxer::error::PodError> {
         self.pod.update_pod(Limits { memory_bytes: mib << 20, ..Limits::default() }).await
+    }
+
+    async fn limit_cpu(&self, name: &str, millis: i64) -> Result<(), sandboxer::error::PodError> {
+        let resources = serde_json::json!({ "cpu": { "quota": millis * 100, "period": 100_000 } });
+        self.pod.update(id(name), resources.to_string().into_bytes()).await
+    }
+
+    async fn limit_cpu_of_all(&self, millis: i64) -> Result<(), sandboxer::error::PodError> {
+        let cpu_quota_us = if millis < 0 { -1 } else { millis * 100 };
+        self.pod.update_pod(Limits { cpu_quota_us, cpu_period_us: 100_000, memory_bytes: 0 }).await
+    }
+
+    /// Returns the guest's vCPUs.
+    fn vcpus(&self) -> u32 {
+        self.agent.vcpus.lock().unwrap().as_ref().map_or(0, |vcpus| *vcpus.borrow())
+    }
+
+    async fn has_vcpus(&self, count: u32) {
+        let mut vcpus = self.agent.vcpus.lock().unwrap().clone().unwrap();
+        timeout(LONG, vcpus.wait_for(|now| *now == count)).await.unwrap().unwrap();
+    }
+
+    /// Returns a CPU limit in the guest, thousandths of a CPU; that of all containers together has no name.
+    fn limited_cpu(&self, name: &str) -> Option<u64> {
+        self.agent.cpu_limits.lock().unwrap().get(name).map(|micros| micros / 1000)
+    }
+
+    /// Returns the size that the daemon shows.
+    async fn shown(&self) -> (u32, u64) {
+        let size = self.pod.inspect().await.unwrap().size;
+        (size.vcpus, size.memory_mib)
     }
 
     /// Returns the guest's memory, MiB.
@@ -119,6 +156,73 @@ async fn limits_of_containers_do_the_same() {
     test.limit_all(1024).await.unwrap();
     test.limit("a", 512).await.unwrap();
     assert_eq!((test.memory(), test.limited("")), (BOOT + 896, Some(1024)), "it is to get more");
+}
+
+#[tokio::test]
+async fn cpu_limits_give_a_vm_vcpus_and_take_them() {
+    let test = Test::start(128, Fault::None).await;
+    test.limit_cpu_of_all(1000).await.unwrap();
+    assert_eq!(test.vcpus(), 1, "it fits");
+    test.limit_cpu_of_all(3500).await.unwrap();
+    assert_eq!((test.vcpus(), test.limited_cpu("")), (4, Some(3500)));
+    let shown = async {
+        while test.shown().await != (4, BOOT) {
+            tokio::task::yield_now().await
+        }
+    };
+    timeout(LONG, shown).await.expect("the size now is shown");
+    test.limit_cpu_of_all(1001).await.unwrap();
+    test.has_vcpus(2).await;
+
+    let refused = test.limit_cpu_of_all(4001).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert_eq!((test.vcpus(), test.limited_cpu("")), (2, Some(1001)), "it is beyond any size");
+    // Without a limit, what there is stays.
+    test.limit_cpu_of_all(-1).await.unwrap();
+    assert_eq!(test.vcpus(), 2);
+    test.limit_cpu("a", 100).await.unwrap();
+    test.has_vcpus(1).await;
+    assert_eq!(test.memory(), BOOT, "a limit of CPUs changed the memory");
+}
+
+#[tokio::test]
+async fn cpu_limits_of_containers_do_the_same() {
+    let test = Test::start(128, Fault::None).await;
+    test.limit_cpu_of_all(1000).await.unwrap();
+    test.limit_cpu("a", 1500).await.unwrap();
+    assert_eq!((test.vcpus(), test.limited_cpu("a")), (2, Some(1500)));
+    assert_eq!(test.limited_cpu(""), Some(2000), "the limit of all was the sum of theirs, and stays that");
+    test.limit_cpu("b", 2500).await.unwrap();
+    assert_eq!((test.vcpus(), test.limited_cpu("")), (4, Some(4000)));
+    test.limit_cpu("a", 10_000).await.unwrap_err();
+    assert_eq!((test.vcpus(), test.limited_cpu("")), (4, Some(4000)), "what was refused was done");
+    test.limit_cpu("b", 500).await.unwrap();
+    test.limit_cpu("a", 500).await.unwrap();
+    test.has_vcpus(1).await;
+    assert_eq!(test.limited_cpu(""), Some(1000));
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_use_its_vcpus_is_told_and_has_them_no_more() {
+    let test = Test::start(128, Fault::None).await;
+    test.agent.uses_at_most.store(2, std::sync::atomic::Ordering::Relaxed);
+    let refused = test.limit_cpu_of_all(4000).await.unwrap_err().to_string();
+    assert!(refused.contains("its guest uses 2 of the 4 vCPUs"), "{refused}");
+    assert_eq!((test.vcpus(), test.limited_cpu("")), (1, None));
+    test.limit_cpu_of_all(2000).await.unwrap();
+    assert_eq!(test.vcpus(), 2);
+}
+
+#[tokio::test]
+async fn a_guest_that_keeps_its_vcpus_gets_no_others_before_it_gives_them_up() {
+    let test = Test::start(128, Fault::KeepsVcpus).await;
+    test.limit_cpu_of_all(3000).await.unwrap();
+    test.limit_cpu_of_all(2000).await.unwrap();
+    assert_eq!(test.vcpus(), 3);
+    test.limit_cpu_of_all(1500).await.unwrap();
+    let refused = test.limit_cpu_of_all(2500).await.unwrap_err().to_string();
+    assert!(refused.contains("has not given up 1 vCPUs"), "{refused}");
+    assert_eq!(test.limited_cpu(""), Some(1500));
 }
 
 #[tokio::test]

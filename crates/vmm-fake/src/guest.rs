@@ -19,6 +19,8 @@ pub struct FakeGuest {
     pub disks: watch::Receiver<Vec<DiskSpec>>,
     /// Memory that it has now, MiB.
     pub memory_mib: watch::Receiver<u64>,
+    /// Its vCPUs.
+    pub vcpus: watch::Receiver<u32>,
     /// Socket to which it connects for each stream of file requests.
     pub shares: PathBuf,
     /// Its power switch.

@@ -24,7 +24,7 @@ use tokio::sync::watch;
 
 pub use self::guest::{FakeGuest, Power};
 use self::{
-    memory::Memory,
+    memory::{Memory, Processors},
     vm::{FakeVm, STATE},
 };
 
@@ -50,6 +50,8 @@ pub enum Fault {
     HangsOnRestore,
     /// Guests plug no more than this much memory, and unplug none, MiB.
     PlugsAtMost(u64),
+    /// Guests give up no vCPU.
+    KeepsVcpus,
 }
 
 /// What is wrong with a running VM.
@@ -173,7 +175,8 @@ impl Vmm for FakeVmm {
             | Fault::RefusesDisks
             | Fault::RefusesTemplates
             | Fault::HangsOnRestore
-            | Fault::PlugsAtMost(_) => {}
+            | Fault::PlugsAtMost(_)
+            | Fault::KeepsVcpus => {}
         }
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();
@@ -195,6 +198,7 @@ impl Vmm for FakeVmm {
             fault,
             disks: watch::Sender::new(spec.disks.clone()),
             memory: Arc::new(Memory::of(spec)),
+            vcpus: Arc::new(Processors::of(spec)),
             exit: watch::Sender::new(None),
             taps: Arc::new(Mutex::new(spec.taps.clone())),
             last_stream: Arc::default(),
@@ -213,8 +217,8 @@ impl Vmm for FakeVmm {
             version: lock(&self.version).clone(),
             program: "/dev/null".into(),
             accelerator: "none".into(),
-            vm: (spec.growth_mib > 0)
-                .then(|| format!("grows by {} MiB", spec.growth_mib))
+            vm: (spec.growth_mib > 0 || spec.growth_vcpus > 0)
+                .then(|| format!("grows by {} MiB and {} vCPUs", spec.growth_mib, spec.growth_vcpus))
                 .into_iter()
                 .collect(),
         }

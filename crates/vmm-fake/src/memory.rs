@@ -1,6 +1,6 @@
-//! The memory of a fake VM: its guest plugs and unplugs at once.
+//! The memory and the vCPUs of a fake VM: its guest plugs and unplugs at once.
 
-use sandboxer_vmm::{HotpluggedMemory, VmSpec};
+use sandboxer_vmm::{HotpluggedMemory, Vcpus, VmSpec};
 use tokio::sync::watch;
 
 use crate::Fault;
@@ -45,6 +45,44 @@ impl Memory {
                 _ => mib,
             };
             *total = self.boot_mib + plugged;
+        });
+        true
+    }
+}
+
+/// The vCPUs of a VM.
+#[derive(Debug)]
+pub(crate) struct Processors {
+    boot: u32,
+    max: u32,
+    requested: watch::Sender<u32>,
+    /// All that its guest has.
+    pub(crate) plugged: watch::Sender<u32>,
+}
+
+impl Processors {
+    pub(crate) fn of(spec: &VmSpec) -> Self {
+        Self {
+            boot: spec.vcpus,
+            max: spec.vcpus + spec.growth_vcpus,
+            requested: watch::Sender::new(spec.vcpus),
+            plugged: watch::Sender::new(spec.vcpus),
+        }
+    }
+
+    pub(crate) fn now(&self) -> Vcpus {
+        Vcpus { plugged: *self.plugged.borrow(), requested: *self.requested.borrow(), max: self.max }
+    }
+
+    /// Returns whether the VM can have `count`, and lets the guest have them.
+    pub(crate) fn request(&self, count: u32, fault: Fault) -> bool {
+        let pending = *self.plugged.borrow() > *self.requested.borrow();
+        if count > self.max || count < self.boot || pending {
+            return false;
+        }
+        self.requested.send_replace(count);
+        self.plugged.send_modify(|plugged| {
+            *plugged = if fault == Fault::KeepsVcpus { count.max(*plugged) } else { count };
         });
         true
     }

@@ -16,8 +16,8 @@ use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Held, HotpluggedMemory, ShareListener, ShareTransport, Vm, VmExit, VmRecord,
-    VmmError,
+    AgentStream, DiskSpec, Held, HotpluggedMemory, ShareListener, ShareTransport, Vcpus, Vm, VmExit,
+    VmRecord, VmmError,
 };
 use tokio::{net::UnixStream, sync::watch};
 
@@ -25,7 +25,7 @@ use crate::{
     Ailment, Fault, Guest, Vms,
     guest::{FakeGuest, Power, end},
     lock,
-    memory::Memory,
+    memory::{Memory, Processors},
 };
 
 /// Socket on which the guest's file requests arrive.
@@ -43,6 +43,7 @@ pub(crate) struct FakeVm {
     pub(crate) fault: Fault,
     pub(crate) disks: watch::Sender<Vec<DiskSpec>>,
     pub(crate) memory: Arc<Memory>,
+    pub(crate) vcpus: Arc<Processors>,
     pub(crate) exit: watch::Sender<Option<VmExit>>,
     /// Kept open while it runs.
     pub(crate) taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
@@ -128,6 +129,7 @@ impl Vm for FakeVm {
                 stream: theirs,
                 disks: self.disks.subscribe(),
                 memory_mib: self.memory.total_mib.subscribe(),
+                vcpus: self.vcpus.plugged.subscribe(),
                 shares: self.record.run_dir.join(SHARES),
                 power: Power(self.exit.clone()),
             });
@@ -176,6 +178,23 @@ impl Vm for FakeVm {
             pod: self.record.pod.clone(),
             call: "request_memory".into(),
             reason: format!("the VM cannot get {mib} MiB"),
+        })
+    }
+
+    async fn vcpus(&self) -> Result<Option<Vcpus>, VmmError> {
+        self.reachable("vcpus")?;
+        Ok(Some(self.vcpus.now()))
+    }
+
+    async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
+        self.reachable("request_vcpus")?;
+        if self.vcpus.request(count, self.fault) {
+            return Ok(());
+        }
+        Err(VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: "request_vcpus".into(),
+            reason: format!("the VM cannot have {count} vCPUs now"),
         })
     }
 

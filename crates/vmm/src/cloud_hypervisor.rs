@@ -98,7 +98,7 @@ impl CloudHypervisor {
     /// Returns the configuration for `vm.create`.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
         wire::VmConfig {
-            cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
+            cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus + spec.growth_vcpus },
             memory: template::memory(spec),
             payload: wire::Payload {
                 kernel: spec.kernel.clone(),

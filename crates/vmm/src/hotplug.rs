@@ -1,8 +1,9 @@
-//! Memory that a guest gets, and gives back, while it runs.
+//! Memory and vCPUs that a guest gets, and gives back, while it runs.
 //!
-//! The VMM requests a size. The guest's kernel plugs and unplugs memory until it has that size, and tells nobody.
+//! The VMM requests a size. The guest's kernel plugs and unplugs memory until it has that size, and tells nobody. It gives
+//! vCPUs up by itself, but does not use new ones before a process brings them online.
 
-use std::time::Duration;
+use std::{fs, time::Duration};
 
 use tokio::time::Instant;
 
@@ -47,6 +48,50 @@ pub async fn settled(vm: &dyn Vm, patience: Duration) -> Result<Option<Hotplugge
         tokio::time::sleep(delay).await;
         delay = LAST_LOOK.min(delay * 2);
     }
+}
+
+/// The number of a guest's vCPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Vcpus {
+    /// Those that its VMM runs.
+    pub plugged: u32,
+    /// As many as were last requested.
+    pub requested: u32,
+    /// Most that it can have.
+    pub max: u32,
+}
+
+/// Waits until the guest has given up the vCPUs that it is not to have, or has given up none for `patience`. Returns what
+/// it has.
+pub async fn given_up(vm: &dyn Vm, patience: Duration) -> Result<Option<Vcpus>, VmmError> {
+    let (mut last, mut changed, mut delay) = (None, Instant::now(), FIRST_LOOK);
+    loop {
+        let Some(now) = vm.vcpus().await? else { return Ok(None) };
+        if last != Some(now) {
+            (last, changed) = (Some(now), Instant::now());
+        }
+        if now.plugged <= now.requested || changed.elapsed() >= patience {
+            return Ok(Some(now));
+        }
+        tokio::time::sleep(delay).await;
+        delay = LAST_LOOK.min(delay * 2);
+    }
+}
+
+/// Returns the number of a VMM's threads that run vCPUs. The kernel knows it; a guest cannot change it.
+pub(crate) fn vcpu_threads(pid: u32) -> std::io::Result<u32> {
+    let mut count = 0;
+    for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+        // A thread that ends at this moment has no name.
+        let name = fs::read_to_string(task?.path().join("comm")).unwrap_or_default();
+        count += u32::from(name.starts_with("vcpu"));
+    }
+    Ok(count)
+}
+
+/// Returns the name of a request for vCPUs in errors.
+pub(crate) fn call_for_vcpus(count: u32) -> String {
+    format!("a request for {count} vCPUs")
 }
 
 /// Returns the name of a request in errors.

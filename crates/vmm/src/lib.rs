@@ -47,7 +47,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
-pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory};
+pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory, Vcpus};
 pub use rate::{DiskLimits, Rate};
 pub use setup::{SetupError, detect, detect_all};
 pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
@@ -118,6 +118,20 @@ pub trait Vm: Send + Sync + fmt::Debug {
         let VmRecord { pod, vmm, .. } = self.record();
         let reason = format!("{vmm} cannot change the memory of a running VM");
         Err(VmmError::Refused { pod, call: hotplug::call(mib), reason })
+    }
+
+    /// Returns how many vCPUs the guest has; `None`: it can have no other number.
+    async fn vcpus(&self) -> Result<Option<Vcpus>, VmmError> {
+        Ok(None)
+    }
+
+    /// Requests that the guest has `count` vCPUs, at least those of its boot. A new vCPU is there when this returns, but
+    /// the guest does not use it before it is brought online in the guest. The guest gives vCPUs up after this returns:
+    /// see [`hotplug::given_up`].
+    async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
+        let VmRecord { pod, vmm, .. } = self.record();
+        let reason = format!("{vmm} cannot change the number of vCPUs of a running VM");
+        Err(VmmError::Refused { pod, call: hotplug::call_for_vcpus(count), reason })
     }
 
     /// Listens for the guest's file requests, which arrive once [`Vm::connect_shares`] has been called. The holder of

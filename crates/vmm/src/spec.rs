@@ -47,6 +47,8 @@ pub struct VmSpec {
     pub memory_mib: u64,
     /// Memory that it can get while it runs, MiB: 0, or a multiple of [`crate::HOTPLUG_STEP_MIB`]. Not every VMM can do that.
     pub growth_mib: u64,
+    /// vCPUs that it can get while it runs. Not every VMM can do that.
+    pub growth_vcpus: u32,
     /// Network interfaces.
     pub nics: u8,
     /// The taps behind them, in order; the VMM inherits them. Empty while the VM is only described.
@@ -83,6 +85,7 @@ impl VmSpec {
             vcpus: shape.vcpus,
             memory_mib: shape.memory_mib,
             growth_mib: config.hotplug_memory_mib,
+            growth_vcpus: config.hotplug_vcpus.min(config.max_vcpus.saturating_sub(shape.vcpus)),
             nics: shape.nics,
             taps: Vec::new(),
             named_taps: None,
@@ -180,6 +183,7 @@ pub(super) mod tests {
             vcpus: 1,
             memory_mib: 1,
             growth_mib: 0,
+            growth_vcpus: 0,
             nics: 0,
             taps: Vec::new(),
             named_taps: None,

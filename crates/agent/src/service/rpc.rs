@@ -13,6 +13,7 @@ use ttrpc::r#async::TtrpcContext;
 use crate::{
     clock,
     container::CreateExec,
+    cpus,
     failure::{Failure, Kind, internal},
     limits::Limits,
     messages::{self, container_id, guest_pid, id},
@@ -75,6 +76,15 @@ impl Agent for Service {
         let limits = request.limits.as_ref().map(Limits::of_pod).unwrap_or_default();
         pod::update(&limits).map_err(refuse)?;
         Ok(wire::UpdatePodResponse::default())
+    }
+
+    async fn online_cpus(
+        &self,
+        _: &TtrpcContext,
+        request: wire::OnlineCpusRequest,
+    ) -> Response<wire::OnlineCpusResponse> {
+        let online = cpus::online(request.count).await.map_err(refuse)?;
+        Ok(wire::OnlineCpusResponse { online, ..Default::default() })
     }
 
     async fn sync_clock(

@@ -50,7 +50,7 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         &format!("{} ({} ago)", render::time(pod.created_at_ns), render::age(pod.created_at_ns)),
     )?;
     line("Recovered", if pod.recovered { "yes: started by an earlier daemon" } else { "no" })?;
-    line("Size", &format!("{} vCPU, {}", pod.vcpus, render::mib(pod.memory_mib)))?;
+    line("Size", &size(pod))?;
     line("Start path", &pod.start_path)?;
     if let Some(at) = &pod.place {
         line("Place", &place::line(at))?;
@@ -82,6 +82,18 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         section(&mut out, container)?;
     }
     Ok(out.trim_end().to_owned())
+}
+
+/// Returns the size of a pod's VM, and that of its start if it was another one.
+fn size(pod: &Pod) -> String {
+    let of = |vcpus: u32, memory_mib: u64| format!("{vcpus} vCPU, {}", render::mib(memory_mib));
+    let now = of(pod.vcpus, pod.memory_mib);
+    match (pod.boot_vcpus, pod.boot_memory_mib) {
+        (vcpus, memory_mib) if (vcpus, memory_mib) == (pod.vcpus, pod.memory_mib) => now,
+        // An earlier daemon does not say it.
+        (0, _) => now,
+        (vcpus, memory_mib) => format!("{now} ({} at its start)", of(vcpus, memory_mib)),
+    }
 }
 
 fn carried(traffic: &Traffic) -> String {

@@ -61,7 +61,7 @@ fn text(answer: &ListPlacesResponse) -> String {
     if answer.places.is_empty() {
         return format!("{policy}\n\n{nodes}\n\nno pods");
     }
-    let header = ["POD ID", "NAME", "NODE", "CPUS", "MEMORY", "BY NODE", "LOCAL", "POLICY", "WHY"];
+    let header = ["POD ID", "NAME", "SIZE", "NODE", "CPUS", "MEMORY", "BY NODE", "LOCAL", "POLICY", "WHY"];
     format!("{policy}\n\n{nodes}\n\n{}", render::table(header, answer.places.iter().map(row)))
 }
 
@@ -82,6 +82,7 @@ fn row(place: &Place) -> Vec<String> {
     vec![
         render::short(&place.id),
         render::plain(&place.name),
+        format!("{} vCPU, {}", place.vcpus, render::mib(place.memory_mib)),
         place.node.map_or_else(|| "-".to_owned(), |node| node.to_string()),
         or(&place.cpus, "all"),
         render::bytes(total(&place.memory)),

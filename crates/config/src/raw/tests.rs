@@ -166,6 +166,7 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         ("[vm]\ndefault_vcpus = 0", "vm.default_vcpus"),
         ("[vm]\ndefault_memory_mib = 8", "vm.default_memory_mib"),
         ("[vm]\nhotplug_memory_mib = 100", "vm.hotplug_memory_mib"),
+        ("[vm]\nhotplug_vcpus = 64", "vm.hotplug_vcpus"),
         ("[vm]\nboot_timeout = -1.0", "vm.boot_timeout"),
         ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
         ("[templates]\nmax = 0", "templates.max"),

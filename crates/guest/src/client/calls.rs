@@ -30,6 +30,12 @@ impl Agent {
         call!(self, update_pod, self.short(), request).map(drop)
     }
 
+    /// Makes the guest use all CPUs that its VM has. Returns how many it uses, when that are `count` or after some seconds.
+    pub async fn online_cpus(&self, count: u32) -> Result<u32, GuestError> {
+        let request = wire::OnlineCpusRequest { count, ..Default::default() };
+        call!(self, online_cpus, self.short(), request).map(|answer| answer.online)
+    }
+
     /// Sets the guest's clock from the host's if it is wrong beyond the error of measurement. Returns whether
     /// to repeat this later: a guest with a clock device does it by itself.
     pub async fn sync_clock(&self) -> Result<bool, GuestError> {

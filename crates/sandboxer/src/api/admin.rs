@@ -242,7 +242,7 @@ impl Admin for AdminService {
 
 fn pod_message(node: &DaemonState, view: PodView) -> Pod {
     let place = Some(places::message(&view));
-    let PodView { spec, status, vmm, steps, containers, .. } = view;
+    let PodView { spec, size, status, vmm, steps, containers, .. } = view;
     Pod {
         place,
         console_log: node.run_dir(&spec.id).join(console::FILE).to_string_lossy().into_owned(),
@@ -255,8 +255,10 @@ fn pod_message(node: &DaemonState, view: PodView) -> Pod {
         created_at_ns: status.created_at_ns,
         vmm_pid: status.vmm_pid,
         vmm,
-        vcpus: spec.vcpus,
-        memory_mib: spec.memory_mib,
+        vcpus: size.vcpus,
+        memory_mib: size.memory_mib,
+        boot_vcpus: spec.vcpus,
+        boot_memory_mib: spec.memory_mib,
         kernel_release: status.kernel_release,
         containers: containers.into_iter().map(container_message).collect(),
         stages: steps.into_iter().map(stage_message).collect(),

@@ -72,7 +72,7 @@ pub fn move_pod(
 
 /// Returns the place of a pod, without its memory.
 pub fn message(view: &PodView) -> Place {
-    let PodView { spec, status, place, .. } = view;
+    let PodView { spec, size, status, place, .. } = view;
     let list = |set: &Option<Cpus>| set.as_ref().map_or_else(String::new, Cpus::to_string);
     let policy = match (place.by_cri, place.node) {
         (true, _) => "cri",
@@ -91,6 +91,8 @@ pub fn message(view: &PodView) -> Place {
         reason: place.reason.clone(),
         memory: Vec::new(),
         files: Vec::new(),
+        vcpus: size.vcpus,
+        memory_mib: size.memory_mib,
     }
 }
 

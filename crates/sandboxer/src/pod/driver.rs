@@ -18,7 +18,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
 };
-use sandboxer_vmm::{VmExit, VmRecord, VmmError};
+use sandboxer_vmm::{Shape, VmExit, VmRecord, VmmError};
 use serde::Serialize;
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -29,10 +29,10 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use super::{
     ContainerView, DaemonState, Moved, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
-    memory::Memory,
     placer::{Placement, Seat},
     readings::Readings,
     recover::{Reached, Resolved, Unreached},
+    resize::Resizer,
     spec::{Limits, PodSpec},
     stages::Stages,
     start::Up,
@@ -93,8 +93,9 @@ fn driver(
     let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = Volumes::new(store, shares, disk_bytes);
-    let (boot_mib, max_mib) = (spec.memory_mib, node.config.vm.max_memory_mib);
-    let memory = Memory::new(spec.id.clone(), boot_mib, max_mib, spec.limits.memory_bytes);
+    let size = spec.shape(status.borrow().interfaces.len());
+    let (vcpus, memory_mib) = (node.config.vm.max_vcpus, node.config.vm.max_memory_mib);
+    let resizer = Resizer::new(spec.id.clone(), size, Shape { vcpus, memory_mib, ..size }, spec.limits);
     let name = Arc::new(PodName {
         namespace: spec.namespace.clone(),
         name: spec.name.clone(),
@@ -123,7 +124,8 @@ fn driver(
         host_ports: Vec::new(),
         containers: found.containers,
         volumes: Arc::new(volumes),
-        memory: Arc::new(memory),
+        resizer: Arc::new(resizer),
+        size,
         being_made: HashMap::new(),
         cancel: CancellationToken::new(),
         start_waiters: Vec::new(),
@@ -199,8 +201,14 @@ enum Done {
         result: Result<(Seat, Moved), PodError>,
         reply: Reply<Moved>,
     },
-    /// These limits of all containers together have changed, or those of one.
-    Limited(Limits),
+    /// Limits of a container, or of all together, have changed: the latter are these now.
+    Limited {
+        limits: Limits,
+        /// The size of the VM after that; `None`: unknown.
+        size: Option<Shape>,
+    },
+    /// The VM has this size; `None`: unknown.
+    Measured(Option<Shape>),
     Removed(Result<(), PodError>),
 }
 
@@ -232,7 +240,9 @@ struct Driver {
     host_ports: Vec<TcpListener>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
-    memory: Arc<Memory>,
+    resizer: Arc<Resizer>,
+    /// The size of its VM, as far as this daemon knows.
+    size: Shape,
     /// Statistics that its guest has reported.
     readings: Arc<Readings>,
     /// Containers that are being created.
@@ -337,6 +347,12 @@ impl Driver {
         })
     }
 
+    /// Returns the size of its VM, as far as this daemon knows, with the interfaces that it has.
+    fn shape(&self) -> Shape {
+        let nics = self.spec.shape(self.status.borrow().interfaces.len()).nics;
+        Shape { nics, ..self.size }
+    }
+
     fn view(&self) -> PodView {
         let mut containers: Vec<_> = self
             .containers
@@ -358,6 +374,7 @@ impl Driver {
         containers.sort_by(|a, b| a.id.cmp(&b.id));
         PodView {
             spec: self.spec.clone(),
+            size: self.shape(),
             status: self.status.borrow().clone(),
             vmm: self.live.as_ref().map(|live| live.vm.record().vmm).unwrap_or_default(),
             place: self.view_place(),

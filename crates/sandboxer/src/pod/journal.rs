@@ -107,6 +107,9 @@ pub struct ContainerRecord {
     /// Its memory limit, bytes; negative: none. 0: not specified, or not known to the daemon that wrote the record.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub memory_limit: i64,
+    /// The same of its CPUs, µs in each second.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub cpu_limit: i64,
     /// Its init.
     pub init: ProcessRecord,
     /// Its execs.

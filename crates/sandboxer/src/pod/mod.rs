@@ -8,6 +8,7 @@ mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
+pub mod limits;
 pub mod memory;
 mod place;
 pub mod placer;
@@ -18,6 +19,7 @@ mod readings;
 pub mod recover;
 pub mod registry;
 pub mod rehearsal;
+mod resize;
 mod session;
 pub mod spare;
 pub mod spec;
@@ -28,6 +30,7 @@ pub mod start_paths;
 pub mod starts;
 mod stop;
 pub mod undo;
+mod vcpus;
 pub mod volumes;
 
 use std::{
@@ -44,7 +47,7 @@ use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
 };
-use sandboxer_vmm::Vmms;
+use sandboxer_vmm::{Shape, Vmms};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
@@ -191,8 +194,10 @@ pub struct ProcessView {
 /// Everything about a pod, for `inspect`.
 #[derive(Debug)]
 pub struct PodView {
-    /// The requested pod.
+    /// The requested pod, with the size of its VM at its start.
     pub spec: PodSpec,
+    /// The size of its VM now.
+    pub size: Shape,
     /// Its state.
     pub status: PodStatus,
     /// Name of its VMM; empty while there is none.

@@ -53,7 +53,8 @@ pub struct Seat(Arc<Taken>);
 struct Taken {
     placer: Arc<Placer>,
     node: Node,
-    shape: Shape,
+    // Locked only while the placer's load is: both change together.
+    shape: Mutex<Shape>,
 }
 
 /// Where a pod is placed, in its record.
@@ -285,7 +286,7 @@ impl Placer {
         sum.vms += 1;
         sum.vcpus += shape.vcpus;
         sum.memory_mib += shape.memory_mib;
-        Seat(Arc::new(Taken { placer: self.clone(), node: node.clone(), shape }))
+        Seat(Arc::new(Taken { placer: self.clone(), node: node.clone(), shape: Mutex::new(shape) }))
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Load>> {
@@ -311,6 +312,18 @@ impl Seat {
         self.0.node.id
     }
 
+    /// Counts the VM with another size.
+    pub fn resize(&self, vcpus: u32, memory_mib: u64) {
+        let Taken { placer, node, shape } = &*self.0;
+        let mut load = placer.lock();
+        let mut shape = shape.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sum) = load.get_mut(&node.id) {
+            sum.vcpus = sum.vcpus - shape.vcpus + vcpus;
+            sum.memory_mib = sum.memory_mib - shape.memory_mib + memory_mib;
+        }
+        *shape = Shape { vcpus, memory_mib, ..*shape };
+    }
+
     /// Returns the CPUs of the node that VMs may use.
     pub fn cpus(&self) -> &Cpus {
         &self.0.node.cpus
@@ -320,10 +333,11 @@ impl Seat {
 impl Drop for Taken {
     fn drop(&mut self) {
         let mut load = self.placer.lock();
+        let shape = *self.shape.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(sum) = load.get_mut(&self.node.id) {
             sum.vms -= 1;
-            sum.vcpus -= self.shape.vcpus;
-            sum.memory_mib -= self.shape.memory_mib;
+            sum.vcpus -= shape.vcpus;
+            sum.memory_mib -= shape.memory_mib;
         }
     }
 }

@@ -67,6 +67,7 @@ fn converse(mut stream: &UnixStream, vm: &Vm) -> Option<()> {
                 gone.then(|| format!("gone {argument}"))
             }),
             "memory" => vm.memory_mib().to_string(),
+            "vcpus" => vm.vcpus().to_string(),
             "power-off" => {
                 println!("guest says goodbye");
                 vm.power_off();

@@ -16,6 +16,7 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc},
+    thread::{self, JoinHandle},
 };
 
 use serde_json::{Value, json};
@@ -41,6 +42,8 @@ struct State {
     /// The disks that the guest was requested to release.
     leaving: BTreeSet<String>,
     disks: BTreeMap<String, Disk>,
+    /// Threads that do nothing until they are dropped.
+    vcpus: Vec<Vcpu>,
 }
 
 /// The VM, or none.
@@ -288,6 +291,7 @@ impl Vm {
                 .map_err(|error| (500, error.to_string()))?;
         }
         state.running = Some(running);
+        run_vcpus(state);
         Ok(())
     }
 
@@ -337,12 +341,21 @@ impl Vm {
     }
 
     fn resize(&self, wanted: &Value) -> Result<Value, Refusal> {
-        let state = self.created()?;
-        let most = state.config.as_ref().unwrap()["cpus"]["max_vcpus"].as_u64();
-        match wanted["desired_vcpus"].as_u64() > most {
-            true => refused("Requested vCPUs exceed maximum"),
-            false => Ok(Value::Null),
+        let mut state = self.created()?;
+        let Some(desired) = wanted["desired_vcpus"].as_u64() else { return Ok(Value::Null) };
+        let cpus = &mut state.config.as_mut().unwrap()["cpus"];
+        if desired > cpus["max_vcpus"].as_u64().unwrap() {
+            return refused("Requested vCPUs exceed maximum");
         }
+        // The guest follows at once.
+        cpus["boot_vcpus"] = desired.into();
+        run_vcpus(&mut state);
+        Ok(Value::Null)
+    }
+
+    /// Returns the vCPUs that the guest has.
+    pub fn vcpus(&self) -> usize {
+        self.lock().vcpus.len()
     }
 
     fn resize_zone(&self, wanted: &Value) -> Result<Value, Refusal> {
@@ -462,4 +475,35 @@ fn renamed(behaviour: &Behaviour, kind: &str, answer: &Value) -> Value {
         answer[to] = value;
     }
     answer
+}
+
+/// A thread that ends when this is dropped.
+struct Vcpu(Option<(mpsc::Sender<()>, JoinHandle<()>)>);
+
+impl Vcpu {
+    fn start(number: usize) -> Self {
+        let (life, end) = mpsc::channel();
+        let run = move || {
+            let _ = end.recv();
+        };
+        Self(Some((life, thread::Builder::new().name(format!("vcpu{number}")).spawn(run).unwrap())))
+    }
+}
+
+impl Drop for Vcpu {
+    fn drop(&mut self) {
+        if let Some((life, thread)) = self.0.take() {
+            drop(life);
+            thread.join().unwrap();
+        }
+    }
+}
+
+/// Starts and ends threads until there is one for each vCPU.
+fn run_vcpus(state: &mut State) {
+    let count = state.config.as_ref().unwrap()["cpus"]["boot_vcpus"].as_u64().unwrap() as usize;
+    state.vcpus.truncate(count);
+    while state.vcpus.len() < count {
+        state.vcpus.push(Vcpu::start(state.vcpus.len()));
+    }
 }

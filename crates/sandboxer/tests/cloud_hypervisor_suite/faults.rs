@@ -13,7 +13,10 @@ use crate::{
     listed,
     test_guest::{
         Guest, Pod,
-        contract::{copies_of_a_frozen_vm_are_vms, grows_and_shrinks, keeps_the_contract},
+        contract::{
+            copies_of_a_frozen_vm_are_vms, gets_vcpus_and_gives_them_up, grows_and_shrinks,
+            keeps_the_contract,
+        },
         vm_config,
     },
 };
@@ -46,6 +49,7 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
     let vmm = subject.vmm(&pod, vm_config()).await?;
     keeps_the_contract(&vmm, Pod::halting_spec).await;
     grows_and_shrinks(&vmm, Pod::halting_spec).await;
+    gets_vcpus_and_gives_them_up(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     Ok(Outcome::Done)
 }

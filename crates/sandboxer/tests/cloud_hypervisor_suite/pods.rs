@@ -24,7 +24,7 @@ use crate::{
     listed,
     test_guest::{
         Pod,
-        contract::{GROWTH_MIB, memory_follows, sealed},
+        contract::{GROWTH_MIB, GROWTH_VCPUS, memory_follows, sealed, vcpus_follow},
         guest_image, has_open,
         share_server::KEY,
         vm_config,
@@ -37,6 +37,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_greeted_anew_by_the_next_daemon,
         a_disk_is_let_go_of,
         memory_comes_and_goes,
+        vcpus_come_and_go,
         a_copy_of_a_frozen_vm_answers_its_agent,
         a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in,
     ];
@@ -224,6 +225,44 @@ async fn memory_comes_and_goes(subject: Subject) -> Result<Outcome> {
     follows_requests(&guest, vm.as_ref()).await?;
     vm.kill().await?;
     Ok(Outcome::Done)
+}
+
+/// A guest that booted, and a copy, as the agent in them brings vCPUs online.
+async fn vcpus_come_and_go(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let spec = VmSpec { growth_vcpus: GROWTH_VCPUS, ..guest.spec.clone() };
+    let vm = guest.vmm.boot(&spec).await?;
+    brings_vcpus_online(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+
+    let (template, copy) = (Pod::new("template"), Pod::new("copy"));
+    let dir = template.path("frozen");
+    fs::create_dir(&dir)?;
+    let frozen =
+        VmSpec { run_dir: template.path("run"), memory_file: Some(dir.join(MEMORY)), ..spec.clone() };
+    let vm = guest.vmm.boot(&frozen).await?;
+    drop(guest.greet(vm.as_ref()).await?);
+    vm.freeze(&dir).await?;
+    vm.kill().await?;
+    let vm = guest.vmm.restore(&VmSpec { run_dir: copy.path("run"), ..spec }, &sealed(dir)).await?;
+    vm.resume().await?;
+    brings_vcpus_online(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+    Ok(Outcome::Done)
+}
+
+async fn brings_vcpus_online(guest: &Guest, vm: &dyn Vm) -> Result<()> {
+    let agent = guest.greet(vm).await?;
+    let seen = async |count| loop {
+        let online = agent.online_cpus(count).await.expect("the agent answers");
+        // It gives CPUs up when its kernel gets to it.
+        if online <= count {
+            return online;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    vcpus_follow(vm, seen).await;
+    Ok(())
 }
 
 async fn follows_requests(guest: &Guest, vm: &dyn Vm) -> Result<()> {

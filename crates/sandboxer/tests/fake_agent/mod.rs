@@ -50,6 +50,14 @@ pub struct FakeAgent {
     pub limits: Arc<Mutex<HashMap<String, u64>>>,
     /// Memory of its guest, MiB.
     pub memory_mib: Arc<Mutex<Option<watch::Receiver<u64>>>>,
+    /// vCPUs of its guest.
+    pub vcpus: Arc<Mutex<Option<watch::Receiver<u32>>>>,
+    /// CPU limits of containers that were changed, µs in each second; that of all together has no name.
+    pub cpu_limits: Arc<Mutex<HashMap<String, u64>>>,
+    /// Most CPUs that its guest uses; 0: all that it has.
+    pub uses_at_most: Arc<std::sync::atomic::AtomicU32>,
+    /// CPUs that its guest uses; 0: those that it had at first.
+    pub online: Arc<std::sync::atomic::AtomicU32>,
     /// Its VMM provides a clock.
     keeps_time: bool,
     began: Began,
@@ -82,6 +90,7 @@ impl FakeAgent {
     pub fn serve(&self, guest: FakeGuest) {
         let key = guest.link_key.subscribe();
         *self.memory_mib.lock().unwrap() = Some(guest.memory_mib.clone());
+        *self.vcpus.lock().unwrap() = Some(guest.vcpus.clone());
         let agent = Self { power: Some(guest.power.clone()), link_key: Some(guest.link_key), ..self.clone() };
         tokio::spawn(async move {
             let (sessions, accepted) = mpsc::channel(1);
@@ -103,6 +112,27 @@ impl FakeAgent {
             limit => drop(self.limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
         }
         Ok(())
+    }
+
+    /// Sets a limit that its guest uses CPUs for.
+    fn limit_cpu(&self, of: String, quota_us: i64, period_us: u64) -> Result<()> {
+        let online = match self.online.load(Ordering::Relaxed) {
+            0 => 1,
+            online => online.min(self.has_vcpus()),
+        };
+        let micros = u64::try_from(quota_us).map(|quota| quota * 1_000_000 / period_us.max(1));
+        match micros {
+            Ok(0) => {}
+            Ok(micros) if micros > u64::from(online) * 1_000_000 => {
+                return Err(status(Code::FAILED_PRECONDITION));
+            }
+            limit => drop(self.cpu_limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
+        }
+        Ok(())
+    }
+
+    fn has_vcpus(&self) -> u32 {
+        self.vcpus.lock().unwrap().as_ref().map_or(0, |vcpus| *vcpus.borrow())
     }
 
     fn process(&self, container: String, exec: String) -> Result<Process> {
@@ -143,8 +173,21 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::UpdatePodRequest,
     ) -> Result<wire::UpdatePodResponse> {
-        self.limit(String::new(), request.limits.memory_bytes)?;
+        let wire::PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, .. } = *request.limits;
+        self.limit_cpu(String::new(), cpu_quota_us, cpu_period_us)?;
+        self.limit(String::new(), memory_bytes)?;
         Ok(Default::default())
+    }
+
+    async fn online_cpus(
+        &self,
+        _: &TtrpcContext,
+        _: wire::OnlineCpusRequest,
+    ) -> Result<wire::OnlineCpusResponse> {
+        let (has, most) = (self.has_vcpus(), self.uses_at_most.load(Ordering::Relaxed));
+        let online = if most == 0 { has } else { has.min(most) };
+        self.online.store(online, Ordering::Relaxed);
+        Ok(wire::OnlineCpusResponse { online, ..Default::default() })
     }
 
     async fn sync_clock(
@@ -279,6 +322,9 @@ impl Agent for FakeAgent {
             return Err(status(Code::INTERNAL));
         }
         let resources: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        let number = |at| resources.pointer(at).and_then(serde_json::Value::as_i64).unwrap_or_default();
+        let period = u64::try_from(number("/cpu/period")).unwrap();
+        self.limit_cpu(request.container_id.clone(), number("/cpu/quota"), period)?;
         let limit = resources.pointer("/memory/limit").and_then(serde_json::Value::as_i64);
         self.limit(request.container_id, limit.unwrap_or_default())?;
         Ok(Default::default())

@@ -15,8 +15,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, Vm, VmRecord, VmSpec, Vmm,
-    VmmError, hotplug,
+    AgentStream, DiskSpec, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, Vcpus, Vm, VmRecord, VmSpec,
+    Vmm, VmmError, hotplug,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -344,6 +344,66 @@ pub async fn memory_follows(vm: &dyn Vm, seen: impl AsyncFn() -> u64) {
     let refused = vm.request_memory(GROWTH_MIB + HOTPLUG_STEP_MIB).await.unwrap_err();
     assert!(matches!(&refused, VmmError::Refused { .. }), "{refused}");
     assert_eq!(vm.hotplugged_memory().await.unwrap(), Some(has(0, 0)), "what was refused was done");
+}
+
+/// Most vCPUs that a growing guest gets in these tests beside that of its boot.
+pub const GROWTH_VCPUS: u32 = 3;
+
+/// Tests that a guest gets vCPUs and gives them up while it runs: one that booted, and a copy of a frozen one.
+pub async fn gets_vcpus_and_gives_them_up(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let growing = |pod: &Pod| VmSpec { growth_vcpus: GROWTH_VCPUS, ..spec(pod) };
+    let (fixed, pod, copy) = (Pod::new("fixed"), Pod::new("booted"), Pod::new("copied"));
+    let vm = vmm.boot(&spec(&fixed)).await.expect("it boots");
+    keeps_its_vcpus(&*vm).await;
+    vm.kill().await.unwrap();
+
+    let vm = vmm.boot(&growing(&pod)).await.expect("it boots");
+    let guest = Mutex::new(Guest::of(&*vm).await);
+    vcpus_follow(&*vm, async |_| guest.lock().await.ask("vcpus").await.parse().unwrap()).await;
+    vm.request_vcpus(2).await.unwrap();
+    let record = vm.record();
+    drop(vm);
+    let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
+    assert_eq!(vm.vcpus().await.unwrap().map(|vcpus| (vcpus.plugged, vcpus.requested)), Some((2, 2)));
+    vm.kill().await.unwrap();
+
+    let frozen = frozen(vmm, growing, |_| async {}).await;
+    let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
+    vm.resume().await.expect("and goes on");
+    let guest = Mutex::new(Guest::of(&*vm).await);
+    vcpus_follow(&*vm, async |_| guest.lock().await.ask("vcpus").await.parse().unwrap()).await;
+    vm.kill().await.unwrap();
+    assert_ne!(
+        vmm.template_inputs(&spec(&pod)),
+        vmm.template_inputs(&growing(&pod)),
+        "a template of VMs that keep their vCPUs was used"
+    );
+}
+
+/// Asserts that a VM without room for vCPUs says so.
+pub async fn keeps_its_vcpus(vm: &dyn Vm) {
+    let vcpus = vm.vcpus().await.unwrap();
+    assert!(vcpus.is_none_or(|vcpus| vcpus.max == 1 && vcpus.plugged == 1), "{vcpus:?}");
+    let refused = vm.request_vcpus(2).await.unwrap_err();
+    assert!(matches!(&refused, VmmError::Refused { .. }), "{refused}");
+    assert!(refused.to_string().contains("2 vCPUs"), "{refused}");
+}
+
+/// Asserts that a guest, which has one vCPU, has those that are requested, of at most [`GROWTH_VCPUS`] more; `seen` makes it use
+/// so many, and returns how many it has.
+pub async fn vcpus_follow(vm: &dyn Vm, seen: impl AsyncFn(u32) -> u32) {
+    let max = 1 + GROWTH_VCPUS;
+    let has = |plugged, requested| Vcpus { plugged, requested, max };
+    assert_eq!(vm.vcpus().await.unwrap(), Some(has(1, 1)));
+    for count in [2, max, 2, 1, max, 1] {
+        vm.request_vcpus(count).await.unwrap();
+        assert_eq!(seen(count).await, count, "after a request for {count} vCPUs");
+        let left = hotplug::given_up(vm, Duration::from_secs(20)).await.unwrap();
+        assert_eq!(left, Some(has(count, count)));
+    }
+    let refused = vm.request_vcpus(max + 1).await.unwrap_err();
+    assert!(matches!(&refused, VmmError::Refused { .. }), "{refused}");
+    assert_eq!(vm.vcpus().await.unwrap(), Some(has(1, 1)), "what was refused was done");
 }
 
 fn digest_of_memory(frozen: &Frozen) -> u64 {

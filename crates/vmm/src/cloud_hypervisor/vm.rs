@@ -19,8 +19,8 @@ use super::{
     template, wire,
 };
 use crate::{
-    AgentStream, DiskSpec, HotpluggedMemory, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
-    hotplug,
+    AgentStream, DiskSpec, HotpluggedMemory, ShareListener, ShareTransport, Vcpus, Vm, VmExit, VmRecord,
+    VmmError, hotplug,
     rate::RateLimiter,
     room::{Room, shown as path_of},
     run_dir::path_error,
@@ -115,6 +115,22 @@ impl Vm for CloudHypervisorVm {
         }
         let resize = wire::ResizeZone { id: &zone.id, desired_ram: zone.size + (mib << 20) };
         self.watched.answered(&call, self.api.resize_zone(&resize)).await
+    }
+
+    async fn vcpus(&self) -> Result<Option<Vcpus>, VmmError> {
+        let info = self.watched.answered("vm.info", self.api.info()).await?;
+        let (pod, pid) = (&self.record.pod, self.record.pid);
+        let plugged = hotplug::vcpu_threads(pid);
+        let plugged =
+            plugged.map_err(path_error(pod, "count vCPUs in", format!("/proc/{pid}/task").into()))?;
+        let wire::InfoCpus { boot_vcpus: requested, max_vcpus: max } = info.config.cpus;
+        Ok(Some(Vcpus { plugged, requested, max }))
+    }
+
+    async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
+        let call = hotplug::call_for_vcpus(count);
+        let resize = wire::Resize { desired_vcpus: Some(count), ..wire::Resize::default() };
+        self.watched.answered(&call, self.api.resize(&resize)).await
     }
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {

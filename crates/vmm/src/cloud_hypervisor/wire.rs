@@ -278,9 +278,20 @@ pub struct VmInfo {
 /// The parts that are read of a VM's configuration.
 #[derive(Debug, Clone, Deserialize)]
 pub struct InfoConfig {
+    /// Virtual CPUs.
+    pub cpus: InfoCpus,
     /// Guest memory.
     #[serde(default)]
     pub memory: InfoMemory,
+}
+
+/// Its virtual CPUs.
+#[derive(Debug, Clone, Copy, Deserialize)]
+pub struct InfoCpus {
+    /// As many as were last requested.
+    pub boot_vcpus: u32,
+    /// Maximum.
+    pub max_vcpus: u32,
 }
 
 /// The parts that are read of its memory's configuration.

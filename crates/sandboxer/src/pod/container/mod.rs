@@ -9,14 +9,7 @@ pub mod spool;
 pub mod start;
 pub mod stats;
 
-use std::{
-    collections::HashMap,
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
-};
+use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use sandboxer_host::rootfs::{Lease, Mount};
 use sandboxer_protocol::id::{ContainerId, ExecId};
@@ -28,6 +21,7 @@ use crate::{
     front::Kept,
     pod::{
         journal::{ContainerRecord, ProcessRecord},
+        limits::SharedLimits,
         stages::Stages,
     },
 };
@@ -189,8 +183,8 @@ pub struct Container {
     pub cpus: Option<String>,
     /// Memory nodes of the host that it may use, as a list; none: all.
     pub mems: Option<String>,
-    /// Its memory limit, bytes; 0 or negative: none. A change of limits in progress has it, too.
-    pub memory_limit: Arc<AtomicI64>,
+    /// Its limits. A change of limits in progress has them, too.
+    pub limits: Arc<SharedLimits>,
     /// Its init.
     pub init: Process,
     /// Its execs.
@@ -227,7 +221,8 @@ impl Container {
             message: self.message.clone(),
             cpus: self.cpus.clone(),
             mems: self.mems.clone(),
-            memory_limit: self.memory_limit.load(Ordering::Relaxed),
+            memory_limit: self.limits.get().memory_bytes,
+            cpu_limit: self.limits.get().cpu_micros,
             init: self.init.record(),
             execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }

@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     error::PodError,
-    pod::{quantity, spec::PodSpec},
+    pod::{limits::ContainerLimits, quantity, spec::PodSpec},
     share::Share,
 };
 
@@ -57,8 +57,8 @@ pub struct GuestSpec {
     pub cpus: Option<String>,
     /// Memory nodes of the host that it may use, as a list; none: all.
     pub mems: Option<String>,
-    /// Its memory limit, bytes; 0 or negative: none.
-    pub memory_limit: i64,
+    /// Its limits.
+    pub limits: ContainerLimits,
     /// Maximum bytes in its root file system, if requested.
     pub rootfs_bytes: Option<u64>,
     /// Its root file system is read-only.
@@ -128,10 +128,9 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         drop_host_labels(process);
     }
     let (mut devices, mut processes, mut cpus, mut mems) = (Vec::new(), None, None, None);
-    let mut memory_limit = 0;
+    let mut limits = ContainerLimits::default();
     if let Some(linux) = spec.linux_mut() {
-        let memory = linux.resources().as_ref().and_then(|resources| resources.memory().as_ref());
-        memory_limit = memory.and_then(|memory| memory.limit()).unwrap_or_default();
+        limits = linux.resources().as_ref().map(ContainerLimits::of).unwrap_or_default();
         (cpus, mems) = cpuset(container, linux)?;
         processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
@@ -158,7 +157,7 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         message,
         cpus,
         mems,
-        memory_limit,
+        limits,
         rootfs_bytes,
         is_read_only,
     })

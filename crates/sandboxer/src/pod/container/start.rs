@@ -36,7 +36,7 @@ use super::{
 use crate::{
     error::PodError,
     front::{Front, Kept},
-    pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
+    pod::{limits::ContainerLimits, spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
     traces::{Ended, SpanContext},
 };
 
@@ -80,8 +80,8 @@ pub struct Created {
     pub cpus: Option<String>,
     /// Memory nodes of the host that it may use, as a list; none: all.
     pub mems: Option<String>,
-    /// Its memory limit, bytes; 0 or negative: none.
-    pub memory_limit: i64,
+    /// Its limits.
+    pub limits: ContainerLimits,
     /// The intent that the front stores until the container is recorded.
     pub intent: Kept,
 }
@@ -214,7 +214,7 @@ async fn try_create(
         message: guest_spec.message,
         cpus: guest_spec.cpus,
         mems: guest_spec.mems,
-        memory_limit: guest_spec.memory_limit,
+        limits: guest_spec.limits,
         intent,
     })
 }

@@ -92,7 +92,7 @@ impl Driver {
     fn follow_cri(&mut self, by_cri: &Bounds) -> Option<(Cpus, u32)> {
         let placer = &self.node.placer;
         let cpus = by_cri.cpus.as_ref().filter(|_| placer.is_active())?;
-        let shape = self.spec.shape(self.status.borrow().interfaces.len());
+        let shape = self.shape();
         let node = placer.node_of(cpus);
         let reason = BY_CRI.to_owned();
         if node.is_some() && node == self.placement.node() {
@@ -140,7 +140,7 @@ impl Driver {
             return Err(self.wrong_state("move the pod", self.state()));
         }
         let refused = |reason: String| PodError::Unmovable { pod: self.spec.id.clone(), reason };
-        let shape = self.spec.shape(self.status.borrow().interfaces.len());
+        let shape = self.shape();
         if self.by_cri() != Bounds::default() {
             return Err(refused(format!("{BY_CRI} say where it runs (kubelet's CPU manager)")));
         }

@@ -16,6 +16,7 @@ use crate::{
             io::{Io, RunningIo, Subject},
             start::{self as work, Created, RunningVm},
         },
+        limits::SharedLimits,
         stages::Stages,
     },
 };
@@ -47,7 +48,7 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
-        let Created { pid, io, disks, leases, message, cpus, mems, memory_limit, intent } = *created;
+        let Created { pid, io, disks, leases, message, cpus, mems, limits, intent } = *created;
         let container = Container {
             bundle: new.bundle,
             disks,
@@ -55,7 +56,7 @@ impl Driver {
             message,
             cpus,
             mems,
-            memory_limit: Arc::new(memory_limit.into()),
+            limits: Arc::new(SharedLimits::new(limits)),
             init: Process::created(pid, new.stdio, io),
             execs: HashMap::new(),
             paused: false,

@@ -22,7 +22,7 @@ use crate::{
             io::Subject,
             start::{self as work, CreateContext, RunningVm},
         },
-        memory::memory_limit,
+        limits::ContainerLimits,
         spec::Limits,
         stages::Stages,
         start, stop,
@@ -414,7 +414,9 @@ impl Driver {
         let resources = if checked.is_ok() { self.update_cpus(&of, resources) } else { Vec::new() };
         let readings = self.readings.clone();
         let live = match (checked, self.live.clone()) {
-            (Ok(()), Some(live)) if memory_limit(&resources) != 0 => live,
+            (Ok(()), Some(live)) if ContainerLimits::of_json(&resources) != ContainerLimits::default() => {
+                live
+            }
             (checked, _) => {
                 return self.forward(checked, reply, move |live| async move {
                     live.agent.update_container(&of, resources).await?;
@@ -426,22 +428,20 @@ impl Driver {
         };
         let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
         let all = self.containers.iter().filter(|(_, container)| !ended(container));
-        let all: Vec<_> = all.map(|(id, container)| (id.clone(), container.memory_limit.clone())).collect();
-        let memory = self.memory.clone();
+        let all: Vec<_> = all.map(|(id, container)| (id.clone(), container.limits.clone())).collect();
+        let resizer = self.resizer.clone();
         self.work.spawn(async move {
-            let mut change = memory.change().await;
-            let changed = change.of_container(&*live.vm, &live.agent, &of, resources, &all).await;
+            let mut change = resizer.change(&*live.vm, &live.agent).await;
+            let changed = change.of_container(&of, resources, &all).await;
             // They tell limits, too.
             readings.forget(Some(&of));
             readings.forget(None);
-            let limits = Limits { memory_bytes: change.limit(), ..Limits::default() };
-            // A container without a limit may need what there is.
-            let containers = changed.as_ref().ok().copied().flatten();
+            let containers = changed.as_ref().ok().copied();
             answer(reply, changed.map(drop));
-            if let Some(containers) = containers {
-                change.end(&*live.vm, containers).await;
+            if containers.is_some() {
+                change.end(containers).await;
             }
-            Done::Limited(limits)
+            Done::Limited { limits: change.limits(), size: change.size().await }
         });
     }
 
@@ -450,18 +450,17 @@ impl Driver {
             return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
         };
         let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
-        let (memory, readings) = (self.memory.clone(), self.readings.clone());
+        let (resizer, readings) = (self.resizer.clone(), self.readings.clone());
         self.work.spawn(async move {
-            let mut change = memory.change().await;
-            let changed = change.of_pod(&*live.vm, &live.agent, &limits).await;
+            let mut change = resizer.change(&*live.vm, &live.agent).await;
+            let changed = change.of_pod(&limits).await;
             readings.forget(None);
-            let limits = if changed.is_ok() { limits } else { Limits::default() };
             let is_changed = changed.is_ok();
             answer(reply, changed);
             if is_changed {
-                change.end(&*live.vm, 0).await;
+                change.end(None).await;
             }
-            Done::Limited(limits)
+            Done::Limited { limits: change.limits(), size: change.size().await }
         });
     }
 

@@ -3,7 +3,7 @@
 use std::{iter, net::TcpListener, path::PathBuf, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_vmm::{VmExit, VmmError};
+use sandboxer_vmm::{Shape, VmExit, VmmError};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -32,7 +32,8 @@ impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
         match done {
             Done::Nothing | Done::Removed(_) => {}
-            Done::Limited(limits) => self.limited(limits),
+            Done::Limited { limits, size } => self.limited(limits, size),
+            Done::Measured(size) => self.measured(size),
             Done::PodStarted(Ok(up)) => self.pod_started(up),
             Done::PodStarted(Err(error)) => self.start_failed(error),
             Done::PodStopped(Ok(())) => {
@@ -71,9 +72,19 @@ impl Driver {
     }
 
     /// Records changed limits of the pod, and of its containers.
-    fn limited(&mut self, changed: Limits) {
+    fn limited(&mut self, changed: Limits, size: Option<Shape>) {
         self.spec.limits = self.spec.limits.changed_by(changed);
+        self.measured(size);
         self.save();
+    }
+
+    /// Counts the VM with the size that it has now.
+    fn measured(&mut self, size: Option<Shape>) {
+        let Some(Shape { vcpus, memory_mib, .. }) = size else { return };
+        self.size = Shape { vcpus, memory_mib, ..self.size };
+        if let Some(seat) = &self.placement.seat {
+            seat.resize(vcpus, memory_mib);
+        }
     }
 
     fn pod_started(&mut self, up: Up) {
@@ -335,6 +346,9 @@ impl Driver {
         for (subject, copies) in running {
             self.follow(live.clone(), subject, created, copies);
         }
+        // An earlier daemon may have changed it.
+        let (resizer, vm) = (self.resizer.clone(), live.vm.clone());
+        self.work.spawn(async move { Done::Measured(resizer.size(&*vm).await.ok()) });
         let volumes = self.volumes.clone();
         self.work.spawn(async move {
             volumes.go_on(&live).await;

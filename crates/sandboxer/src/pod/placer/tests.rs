@@ -53,6 +53,19 @@ fn vms_go_where_fewest_vcpus_are_and_then_where_most_memory_is() {
 }
 
 #[test]
+fn a_vm_counts_with_the_size_that_it_has_now() {
+    let dir = host(&TWO);
+    let placer = placer(&dir, PlacementPolicy::Numa, "");
+    let seat = placer.seat(shape(1, 100)).unwrap();
+    seat.resize(3, 300);
+    assert_eq!(placer.load(0), Load { vms: 1, vcpus: 3, memory_mib: 300 });
+    seat.clone().resize(2, 100);
+    assert_eq!(placer.load(0), Load { vms: 1, vcpus: 2, memory_mib: 100 });
+    drop(seat);
+    assert_eq!(placer.load(0), Load::default());
+}
+
+#[test]
 fn a_node_without_memory_is_left_out() {
     let dir = host(&TWO);
     let placer = placer(&dir, PlacementPolicy::Numa, "");

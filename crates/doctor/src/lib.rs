@@ -16,6 +16,7 @@ mod disk;
 mod entropy;
 mod filesystems;
 mod host;
+mod hotplug;
 mod initramfs;
 mod kernel;
 mod kvm;
@@ -117,6 +118,10 @@ pub async fn examine(question: &Question<'_>) -> Report {
             vmm::qemu(&qemu, vmm::other_than_qemu(&with_handlers(Qemu), &kvm, &cloud_hypervisor)),
             vmm::cloud_hypervisor(config.choice_of(CloudHypervisor), &cloud_hypervisor),
             vmm::firecracker(config.choice_of(Firecracker), &firecracker),
+            hotplug::judge(
+                &config.vm,
+                &hotplug::used(&config, vmm::other_than_qemu(&config.vm, &kvm, &cloud_hypervisor)),
+            ),
             kernel::judge(&kernel),
             initramfs::judge(&initramfs),
             containerd::containerd(&cri),

@@ -3,7 +3,9 @@
 use sandboxer_config::{Config, VmmChoice};
 use sandboxer_vmm::{VmmInfo, cloud_hypervisor, firecracker, qemu};
 
-use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
+use super::{
+    filesystems, host::Host, hotplug, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm,
+};
 
 /// Why pods cannot run here, one sentence per failed check.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +29,9 @@ pub async fn fit(config: &Config, chosen: &[VmmInfo]) -> Result<(), Unfit> {
     };
     let (vmms, mkfs) = tokio::join!(vmms, filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
     let unlike_cloud_hypervisor = chosen.iter().any(|vmm| vmm.name != cloud_hypervisor::NAME);
+    let used = chosen.iter().map(|vmm| vmm.name).collect();
     let others = [
+        hotplug::judge(&config.vm, &used),
         kernel::judge(&kernel::read_headers(&config.vm.kernel)),
         initramfs::judge(&initramfs::read(&config.vm.initramfs)),
         filesystems::mkfs(&mkfs),

@@ -1,17 +1,23 @@
-//! A running VM gets memory when the limits of its pod are raised, and gives it back.
+//! A running VM gets memory and vCPUs when the limits of its pod are raised, and gives them back.
+//!
+//! `SANDBOXER_E2E_RESIZES` has another number of changes at random than 40.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use futures::future::try_join_all;
 use k8s_cri::v1::LinuxContainerResources;
 use nix::unistd::Pid;
-use sandboxer_e2e::case::{Case, Container, PATIENCE, idle};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle};
 use sandboxer_e2e::eventually;
 
+use crate::faults::Seen;
 use crate::memory::own_mib;
 use crate::templates::told;
 
-crate::cases![VmAlone: limits_grow_the_vm_and_shrink_it];
+crate::cases![VmAlone: limits_grow_the_vm_and_shrink_it, resizes_at_random];
 
 /// The pod's limit at its start, MiB. Its VM has 256.
 const SMALL: u64 = 64;
@@ -26,6 +32,25 @@ const USES: &str = "exec 4<>/go; dd if=/dev/zero bs=419430400 count=1 >&4";
 /// How often the VM grows and shrinks, for the figures.
 const TIMES: usize = 30;
 
+/// vCPUs of a pod's VM at its start and the most that it can get here, and the limit that needs these, thousandths of a CPU.
+const FEW: u64 = 1;
+const MANY: u64 = 4;
+const MANY_MILLIS: i64 = 3500;
+/// The limit at its start.
+const FEW_MILLIS: i64 = 500;
+
+/// What these cases add to the configuration.
+const GROWS: &str = "[vm]\nhotplug_memory_mib = 1024\nhotplug_vcpus = 3";
+
+/// Limits of CPU time, thousandths of a CPU.
+fn cpus(millis: i64) -> LinuxContainerResources {
+    LinuxContainerResources { cpu_quota: millis * 100, cpu_period: 100_000, ..Default::default() }
+}
+
+fn both(mib: u64, millis: i64) -> LinuxContainerResources {
+    LinuxContainerResources { cpu_quota: millis * 100, cpu_period: 100_000, ..limits(mib) }
+}
+
 fn limits(mib: u64) -> LinuxContainerResources {
     LinuxContainerResources {
         memory_limit_in_bytes: (mib << 20).try_into().unwrap_or(i64::MAX),
@@ -34,28 +59,44 @@ fn limits(mib: u64) -> LinuxContainerResources {
 }
 
 async fn limits_grow_the_vm_and_shrink_it(case: Case) -> Result<()> {
-    let path = case.stack.dir().join("sandboxer/config.toml");
-    let config = std::fs::read_to_string(&path)?;
-    std::fs::write(&path, config.replacen("[vm]", "[vm]\nhotplug_memory_mib = 1024", 1))?;
-    case.stack.kill_worker()?;
+    let configured = Configured::begin(&case)?;
     let mut outcome = Ok(());
     for (handler, start_path) in [("sandboxer-boot", "boot"), ("sandboxer-template", "template")] {
         outcome = outcome.and(follows(&case, handler, start_path).await.context(start_path));
     }
-    std::fs::write(&path, &config)?;
-    case.stack.kill_worker()?;
+    configured.end(&case)?;
     outcome
 }
 
-async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
-    let pod = eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 5, || async {
+/// The daemon's configuration before a case changed it.
+struct Configured(String);
+
+impl Configured {
+    fn begin(case: &Case) -> Result<Self> {
+        let path = case.stack.dir().join("sandboxer/config.toml");
+        let config = std::fs::read_to_string(&path)?;
+        std::fs::write(&path, config.replacen("[vm]", GROWS, 1))?;
+        case.stack.kill_worker()?;
+        Ok(Self(config))
+    }
+
+    fn end(self, case: &Case) -> Result<()> {
+        std::fs::write(case.stack.dir().join("sandboxer/config.toml"), self.0)?;
+        case.stack.kill_worker()?;
+        Ok(())
+    }
+}
+
+/// Starts a pod with small limits whose VM came by `start_path`.
+async fn small_pod(case: &Case, handler: &str, start_path: &str) -> Result<Pod> {
+    eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 5, || async {
         if start_path == "template" {
-            let build = ["template", "build", "--memory", "256"];
+            let build = ["template", "build", "--vcpus", "1", "--memory", "256"];
             let built = case.stack.command("sandboxer-cli").args(build).output()?;
             ensure!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
         }
         let mut config = case.pod_config();
-        config.linux.get_or_insert_default().resources = Some(limits(SMALL));
+        config.linux.get_or_insert_default().resources = Some(both(SMALL, FEW_MILLIS));
         let id = case.cri.run_pod(&config, handler).await?;
         if told(case, &["inspect", &id])?["start_path"] == start_path {
             return Ok(Some(case.pod_of(&id, config)));
@@ -63,10 +104,19 @@ async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
         case.remove(&id).await?;
         Ok(None)
     })
-    .await?;
+    .await
+}
+
+/// Starts a container with small limits.
+async fn small_container(pod: &Pod) -> Result<Container> {
     let mut config = idle("c");
-    config.linux.get_or_insert_default().resources = Some(limits(SMALL));
-    let container = pod.start(config).await?;
+    config.linux.get_or_insert_default().resources = Some(both(SMALL, FEW_MILLIS));
+    Ok(pod.start(config).await?)
+}
+
+async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
+    let pod = small_pod(case, handler, start_path).await?;
+    let container = small_container(&pod).await?;
     let (vmm, boot) = (case.vmm_of(&pod.id).await?, total_mib(&container).await?);
     if std::fs::read_to_string(format!("/proc/{vmm}/comm"))?.starts_with("qemu") {
         let refused = case.cri.update(&container.id, limits(LARGE)).await.err().context("QEMU's grew")?;
@@ -114,19 +164,148 @@ async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
         case.cri.update_pod(&pod.id, limits(SMALL)).await?;
         shrinks_to(&container, boot).await?;
     }
-    grew.sort();
-    let ms = |at: usize| grew.get(at).map_or(0.0, Duration::as_secs_f64) * 1000.0;
-    println!(
-        "{start_path}: {MORE} MiB more in {:.1} ms (p50; the longest {:.1} ms, n = {TIMES})",
-        ms(TIMES / 2),
-        ms(TIMES - 1)
-    );
+    tell(start_path, &format!("{MORE} MiB more"), grew);
 
     // What is beyond any size is refused as before, and changes nothing.
     let refused = case.cri.update_pod(&pod.id, limits(1 << 20)).await.err().context("1 TiB")?;
     ensure!(refused.message().contains("restart the pod"), "{refused}");
     ensure!(total_mib(&container).await? == boot);
+    follow_cpus(case, &pod, &container, start_path).await
+}
+
+/// Its vCPUs follow too, where the VMM has that.
+async fn follow_cpus(case: &Case, pod: &Pod, container: &Container, start_path: &str) -> Result<()> {
+    ensure!(vcpus(container).await? == FEW);
+    let vmm = told(case, &["inspect", &pod.id])?["vmm"].clone();
+    if vmm != "cloud-hypervisor" {
+        let refused = case.cri.update_pod(&pod.id, cpus(MANY_MILLIS)).await.err().context("it has more")?;
+        ensure!(refused.message().contains("restart the pod"), "{refused}");
+        println!("{start_path}: a VM of {vmm} keeps its vCPUs, and its pod is told so");
+        return Ok(());
+    }
+    // A container's limit alone: the limit of all is the sum of theirs.
+    case.cri.update(&container.id, cpus(MANY_MILLIS)).await?;
+    ensure!(vcpus(container).await? == MANY);
+    let size = told(case, &["inspect", &pod.id])?;
+    ensure!(size["vcpus"] == MANY && size["boot_vcpus"] == FEW, "{size}");
+    case.stack.kill_worker()?;
+    eventually("the next daemon knows how many vCPUs there are", PATIENCE, || async {
+        Ok((told(case, &["inspect", &pod.id])?["vcpus"] == MANY).then_some(()))
+    })
+    .await?;
+    case.cri.update(&container.id, cpus(FEW_MILLIS)).await?;
+    gives_vcpus_up(container).await?;
+
+    let mut grew = Vec::new();
+    for _ in 0..TIMES {
+        let began = Instant::now();
+        case.cri.update_pod(&pod.id, cpus(MANY_MILLIS)).await?;
+        grew.push(began.elapsed());
+        ensure!(vcpus(container).await? == MANY);
+        case.cri.update_pod(&pod.id, cpus(FEW_MILLIS)).await?;
+        gives_vcpus_up(container).await?;
+    }
+    tell(start_path, &format!("{} vCPUs more", MANY - FEW), grew);
+
+    let refused = case.cri.update_pod(&pod.id, cpus(100_000)).await.err().context("100 CPUs")?;
+    ensure!(refused.message().contains("restart the pod"), "{refused}");
+    ensure!(vcpus(container).await? == FEW);
     Ok(())
+}
+
+fn tell(start_path: &str, what: &str, mut took: Vec<Duration>) {
+    took.sort();
+    let ms = |at: usize| took.get(at).map_or(0.0, Duration::as_secs_f64) * 1000.0;
+    println!(
+        "{start_path}: {what} in {:.1} ms (p50; the longest {:.1} ms, n = {TIMES})",
+        ms(TIMES / 2),
+        ms(TIMES - 1)
+    );
+}
+
+/// Pods get other limits again and again, two at a time. None is lost, and the daemon keeps nothing of it.
+async fn resizes_at_random(case: Case) -> Result<()> {
+    let count = match std::env::var("SANDBOXER_E2E_RESIZES") {
+        Ok(count) => count.parse().context("SANDBOXER_E2E_RESIZES")?,
+        Err(_) => 40,
+    };
+    let configured = Configured::begin(&case)?;
+    let outcome = resize_often(&case, count).await;
+    configured.end(&case)?;
+    outcome
+}
+
+async fn resize_often(case: &Case, count: usize) -> Result<()> {
+    let mut seen = Seen::begin(case, "changed limits", 1).await?;
+    let mut pods = Vec::new();
+    for (handler, start_path) in [("sandboxer-boot", "boot"), ("sandboxer-template", "template")] {
+        let pod = small_pod(case, handler, start_path).await?;
+        let container = small_container(&pod).await?;
+        let mib = total_mib(&container).await?;
+        pods.push((pod, container, mib));
+    }
+    let files =
+        || -> Result<usize> { Ok(std::fs::read_dir(format!("/proc/{}/fd", case.stack.worker()?))?.count()) };
+    let (before, worker) = (files()?, case.stack.worker()?);
+    let mut random = StdRng::seed_from_u64(1);
+    let mut refused = 0;
+    for _ in 0..count / pods.len() {
+        let changes = pods.iter().map(|(pod, container, _)| {
+            let limits = both(random.random_range(32..1400), random.random_range(100..4600));
+            change(case, pod, container, random.random_range(0..2) == 0, limits)
+        });
+        let done = try_join_all(changes.collect::<Vec<_>>()).await?;
+        refused += done.iter().filter(|done| !**done).count();
+        seen.times += done.len();
+    }
+    seen.check().await?;
+    for (pod, container, mib) in &pods {
+        case.cri.update(&container.id, both(SMALL, FEW_MILLIS)).await?;
+        case.cri.update_pod(&pod.id, both(SMALL, FEW_MILLIS)).await?;
+        shrinks_to(container, *mib).await?;
+        gives_vcpus_up(container).await?;
+        ensure!(pod.ready().await?, "pod {} is not ready any more", pod.id);
+    }
+    ensure!(case.stack.worker()? == worker, "the worker has ended by itself");
+    eventually(&format!("{before} open files or fewer"), PATIENCE, || async {
+        Ok((files()? <= before).then_some(()))
+    })
+    .await?;
+    println!("{} changes, of which {refused} were refused by name; no pod was lost", seen.times);
+    seen.others += pods.len();
+    seen.end().await
+}
+
+/// Changes limits of a pod, or of its container. Returns whether they were accepted; no other refusal than that of what the VM
+/// cannot have is right.
+async fn change(
+    case: &Case,
+    pod: &Pod,
+    container: &Container,
+    is_of_pod: bool,
+    limits: LinuxContainerResources,
+) -> Result<bool> {
+    let done = match is_of_pod {
+        true => case.cri.update_pod(&pod.id, limits).await,
+        false => case.cri.update(&container.id, limits).await,
+    };
+    match done {
+        Ok(()) => Ok(true),
+        Err(refused) if refused.message().contains("restart the pod") => Ok(false),
+        Err(other) => Err(other).context("a change of limits"),
+    }
+}
+
+/// Returns how many CPUs a container sees.
+async fn vcpus(container: &Container) -> Result<u64> {
+    Ok(container.sh("nproc").await?.parse()?)
+}
+
+async fn gives_vcpus_up(container: &Container) -> Result<()> {
+    eventually("a guest with few vCPUs", PATIENCE, || async {
+        Ok((vcpus(container).await? == FEW).then_some(()))
+    })
+    .await
 }
 
 /// Uses memory and frees it. Returns the most that the VMM had, MiB.

@@ -367,7 +367,7 @@ pub async fn gets_vcpus_and_gives_them_up(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpe
     assert_eq!(vm.vcpus().await.unwrap().map(|vcpus| (vcpus.plugged, vcpus.requested)), Some((2, 2)));
     vm.kill().await.unwrap();
 
-    let frozen = frozen(vmm, growing, |_| async {}).await;
+    let frozen = frozen(vmm, growing, async |_, _| {}).await;
     let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
     vm.resume().await.expect("and goes on");
     let guest = Mutex::new(Guest::of(&*vm).await);

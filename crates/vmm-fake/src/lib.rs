@@ -211,6 +211,10 @@ impl Vmm for FakeVmm {
         Ok(vm)
     }
 
+    fn freezes_interfaces(&self) -> bool {
+        true
+    }
+
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         TemplateInputs {
             vmm: self.name.into(),

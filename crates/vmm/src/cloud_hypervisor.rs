@@ -213,21 +213,24 @@ impl CloudHypervisor {
         watched: &Watched,
     ) -> Result<(), VmmError> {
         let api = Api::new(&spec.run_dir, self.boot_timeout);
-        let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
         match boots {
             Some(description) => {
                 let shown = watched.show("vm.create", user, &spec.disks).await?;
                 watched.answered("vm.create", api.create(&description)).await?;
                 watched.answered("vm.boot", api.boot()).await?;
                 drop(shown);
-                for (nic, tap) in (0..).zip(taps) {
-                    watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
-                }
             }
             None => {
                 // It opens them at the paths at which the frozen VM had its own.
                 let _shown = watched.show(template::CALL, user, &spec.disks).await?;
-                watched.answered(template::CALL, api.restore(Path::new(template::DIR), taps)).await?;
+                watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?;
+            }
+        }
+        // A VM that is to be frozen gets no interfaces: a copy would require the taps of its template.
+        if spec.memory_file.is_none() {
+            let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
+            for (nic, tap) in (0..).zip(taps) {
+                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
             }
         }
         Ok(())
@@ -267,6 +270,10 @@ impl Vmm for CloudHypervisor {
             accelerator: self.info.accelerator.to_owned(),
             vm: vec![description.unwrap_or_default()],
         }
+    }
+
+    fn freezes_interfaces(&self) -> bool {
+        false
     }
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {

@@ -263,6 +263,10 @@ impl Vmm for Firecracker {
         self.start(spec, jail, Begin::Boot { memory }).await
     }
 
+    fn freezes_interfaces(&self) -> bool {
+        true
+    }
+
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         let spec = spec.without_pod();
         let vm = ARGUMENTS.map(str::to_owned).into_iter().chain([

@@ -69,6 +69,9 @@ pub trait Vmm: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Returns whether a VM that is to be frozen has its network interfaces; else each copy gets new ones.
+    fn freezes_interfaces(&self) -> bool;
+
     /// Returns what a template of `spec` depends on, beside the program and the guest's files: the VMM's version
     /// and arguments. Nothing in it is specific to one pod.
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;

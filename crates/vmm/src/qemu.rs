@@ -232,6 +232,10 @@ impl Vmm for Qemu {
         Ok(self.start(spec, begin, memory.into_iter().collect(), jail).await?.keep())
     }
 
+    fn freezes_interfaces(&self) -> bool {
+        true
+    }
+
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         TemplateInputs {
             vmm: self.info.name.to_owned(),

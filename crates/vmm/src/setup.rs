@@ -120,6 +120,10 @@ impl Vmm for Chosen {
         self.vmm.opens_taps()
     }
 
+    fn freezes_interfaces(&self) -> bool {
+        self.vmm.freezes_interfaces()
+    }
+
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         self.vmm.template_inputs(spec)
     }

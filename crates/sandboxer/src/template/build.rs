@@ -122,7 +122,7 @@ impl Builder {
     async fn freeze(&self, vmm: &dyn Vmm, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
         let vm = vmm.boot(spec).await?;
         let frozen = tokio::select! {
-            frozen = self.freeze_ready(spec, &vm, dir) => frozen,
+            frozen = self.freeze_ready(vmm, spec, &vm, dir) => frozen,
             exit = vm.exited() => Err(VmmError::Died {
                 pod: spec.pod.clone(),
                 call: "the agent's ready message".into(),
@@ -135,12 +135,19 @@ impl Builder {
         Ok(ended?)
     }
 
-    async fn freeze_ready(&self, spec: &VmSpec, vm: &Arc<dyn Vm>, dir: &Path) -> Result<(), BuildError> {
+    async fn freeze_ready(
+        &self,
+        vmm: &dyn Vmm,
+        spec: &VmSpec,
+        vm: &Arc<dyn Vm>,
+        dir: &Path,
+    ) -> Result<(), BuildError> {
         let limit = self.config.boot_timeout;
+        let nics = if vmm.freezes_interfaces() { spec.nics } else { 0 };
         let prepared = async {
             let (key, patience) = (&spec.boot.link_key, self.config.agent_timeout);
             let (agent, _) = sandboxer_guest::connect(&spec.pod, vm.as_ref(), key, patience).await?;
-            self.preparation.prepare(&spec.pod, vm, &agent, spec.nics).await
+            self.preparation.prepare(&spec.pod, vm, &agent, nics).await
         };
         match tokio::time::timeout(limit, prepared).await {
             Ok(prepared) => prepared?,

@@ -2,7 +2,7 @@
 //!
 //! `description.json` holds the facts of the project's OpenAPI file as of v53, for the calls that the driver
 //! uses: `!` marks a required field, `[T]` is an array, `{T}` an object of any keys, `>=n` a minimum, an array of
-//! words an enumeration. `net_fds` is not in that file, but in the project's guide to snapshots.
+//! words an enumeration.
 
 use std::collections::BTreeMap;
 

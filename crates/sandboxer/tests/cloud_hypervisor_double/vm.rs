@@ -199,7 +199,7 @@ impl Vm {
             "vm.resize" => self.resize(body),
             "vm.resize-zone" => self.resize_zone(body),
             "vm.snapshot" => self.snapshot(body),
-            "vm.restore" => self.restore(body, passed),
+            "vm.restore" => self.restore(body),
             "vm.add-disk" => self.add_disk(body),
             "vm.add-net" => self.add_net(body, passed),
             "vm.add-fs" => self.add_fs(body),
@@ -280,7 +280,7 @@ impl Vm {
                 return refused("The file of a memory zone is too short");
             }
         }
-        for disk in list(state.config.as_mut().unwrap(), "disks").clone() {
+        for disk in disks(state.config.as_mut().unwrap()).clone() {
             let (id, disk) = open(&disk)?;
             state.devices.insert(id.clone());
             state.disks.insert(id, disk);
@@ -408,7 +408,7 @@ impl Vm {
         Ok(Value::Null)
     }
 
-    fn restore(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
+    fn restore(&self, body: &Value) -> Result<Value, Refusal> {
         let mut state = self.lock();
         if state.config.is_some() {
             return Err((404, "VM is already created".into()));
@@ -421,12 +421,6 @@ impl Vm {
         let (config, frozen) = (read("config.json")?, read("state.json")?);
         if frozen["memory_ranges"] == true {
             File::open(dir.join("memory-ranges")).map_err(|error| (500, error.to_string()))?;
-        }
-        let given = body["net_fds"].as_array().cloned().unwrap_or_default();
-        let has_taps = |net: &Value| given.iter().any(|of| of["id"] == net["id"] && of["num_fds"] == 1);
-        let mut config = config;
-        if given.len() != passed || !list(&mut config, "net").iter().all(has_taps) {
-            return refused("Some net devices need new taps");
         }
         state.config = Some(config);
         self.run(&mut state, false, frozen["connections"].as_u64().unwrap_or_default())?;
@@ -450,13 +444,13 @@ fn zones(config: &Value) -> &[Value] {
     config["memory"]["zones"].as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
-/// Returns the descriptions of all devices of a kind.
-fn list<'a>(config: &'a mut Value, kind: &str) -> &'a mut Vec<Value> {
-    let list = &mut config[kind];
-    if list.is_null() {
-        *list = json!([]);
+/// Returns the descriptions of all disks.
+fn disks(config: &mut Value) -> &mut Vec<Value> {
+    let disks = &mut config["disks"];
+    if disks.is_null() {
+        *disks = json!([]);
     }
-    list.as_array_mut().unwrap()
+    disks.as_array_mut().unwrap()
 }
 
 fn directory(url: &Value) -> Result<PathBuf, Refusal> {

@@ -3,13 +3,8 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io,
-    os::{
-        fd::OwnedFd,
-        unix::fs::{MetadataExt, PermissionsExt},
-    },
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::Path,
-    sync::Arc,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -45,7 +40,6 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
         the_cpus_stand_still_and_run_again,
         a_snapshot_is_restored,
         a_frozen_vm_goes_on_as_a_copy,
-        a_copy_gets_a_tap_of_its_own,
         a_vmm_is_jailed,
         half_a_template_is_refused_and_leaves_nothing,
         cpus_are_added_up_to_the_most,
@@ -202,7 +196,7 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     fs::create_dir(&written)?;
     fs::set_permissions(&written, fs::Permissions::from_mode(0o777))?;
     refusal(api.snapshot(dir).await).context("it still runs")?;
-    refusal(api.restore(dir, Vec::new()).await).context("there is a VM already")?;
+    refusal(api.restore(dir).await).context("there is a VM already")?;
     api.pause().await?;
     refusal(api.snapshot(Path::new("/nonexistent")).await)?;
     api.snapshot(dir).await?;
@@ -210,7 +204,7 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
         ensure!(written.join(file).exists(), "a snapshot without {file}");
     }
     api.delete().await?;
-    api.restore(dir, Vec::new()).await?;
+    api.restore(dir).await?;
     ensure!(api.info().await?.state == VmState::Paused);
     api.resume().await?;
     ensure!(api.info().await?.state == VmState::Running);
@@ -219,16 +213,10 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
 
 /// Freezes a VM.
 async fn frozen(subject: &Subject) -> Result<(Pod, Frozen)> {
-    frozen_with(subject, Vec::new()).await
-}
-
-/// Freezes a VM with these taps.
-async fn frozen_with(subject: &Subject, taps: Vec<Arc<OwnedFd>>) -> Result<(Pod, Frozen)> {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
     fs::create_dir(&dir)?;
-    let nics = taps.len().try_into()?;
-    let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), nics, taps, ..pod.halting_spec() };
+    let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..pod.halting_spec() };
     let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
     // Like the daemon's connection, it is open at the freeze.
     let session = match subject {
@@ -284,26 +272,6 @@ async fn a_frozen_vm_goes_on_as_a_copy(subject: Subject) -> Result<Outcome> {
         let mut guest = Guest::of(vm.as_ref()).await;
         ensure!(guest.ask("hello").await == "hello host", "a copy without an agent");
     }
-    vm.kill().await?;
-    drop(template);
-    Ok(Outcome::Done)
-}
-
-async fn a_copy_gets_a_tap_of_its_own(subject: Subject) -> Result<Outcome> {
-    let taps = |count: usize| (0..count).map(|_| tap::open().map(Arc::new)).collect::<io::Result<Vec<_>>>();
-    let of_template = match taps(2) {
-        Ok(taps) => taps,
-        Err(error) => return Ok(Outcome::Skipped(format!("no tap can be made here: {error}"))),
-    };
-    let (template, frozen) = frozen_with(&subject, of_template).await?;
-    let copied = Pod::new("copied");
-    let vmm = subject.vmm(&copied, vm_config()).await?;
-    let few = VmSpec { nics: 1, taps: taps(1)?, ..copied.halting_spec() };
-    let refused = vmm.restore(&few, &frozen).await.err().context("restored with a tap too few")?;
-    ensure!(matches!(refused, VmmError::Refused { .. }), "{refused}");
-    let spec = VmSpec { nics: 2, taps: taps(2)?, ..copied.halting_spec() };
-    let vm = vmm.restore(&spec, &frozen).await?;
-    vm.resume().await?;
     vm.kill().await?;
     drop(template);
     Ok(Outcome::Done)

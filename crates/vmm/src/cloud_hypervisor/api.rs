@@ -13,10 +13,9 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::{
     passing::Passing,
     version,
-    vm::nic_id,
     wire::{
-        Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, ResizeZone, Restore, RestoredNet, Snapshot,
-        VmConfig, VmInfo,
+        Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig,
+        VmInfo,
     },
 };
 pub use crate::http::ApiError;
@@ -78,12 +77,10 @@ impl Api {
         self.put("vm.snapshot", Some(&snapshot)).await
     }
 
-    /// Creates the VM from a snapshot, paused, with an open tap for each of its network cards.
-    pub async fn restore(&self, dir: &Path, taps: Vec<OwnedFd>) -> Result<(), ApiError> {
-        let net_fds = (0..).zip(&taps).map(|(nic, _)| RestoredNet { id: nic_id(nic), num_fds: 1 }).collect();
-        let restore = Restore { source_url: url(dir), prefault: false, net_fds };
-        let due = &[StatusCode::NO_CONTENT];
-        self.call(Method::PUT, "vm.restore", write(&restore)?, taps, due).await.map(drop)
+    /// Creates the VM from a snapshot, paused.
+    pub async fn restore(&self, dir: &Path) -> Result<(), ApiError> {
+        let restore = Restore { source_url: url(dir), prefault: false };
+        self.put("vm.restore", Some(&restore)).await
     }
 
     /// Attaches a disk.

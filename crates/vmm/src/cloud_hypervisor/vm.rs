@@ -251,14 +251,9 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     }
 }
 
-/// Returns the id of a network interface.
-pub(super) fn nic_id(nic: u8) -> String {
-    format!("nic{nic}")
-}
-
 /// Returns a network interface as the VMM's API describes it.
 pub(super) fn nic(nic: u8) -> wire::Net {
-    wire::Net { id: nic_id(nic), mac: first_mac_text(nic), num_queues: 2 }
+    wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
 /// The events of a VMM. Clones are the same events.

@@ -237,18 +237,6 @@ pub struct Restore {
     pub source_url: String,
     /// Read all memory at once, not page by page on demand.
     pub prefault: bool,
-    /// The taps of its network cards, which are passed in this order.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub net_fds: Vec<RestoredNet>,
-}
-
-/// A network card of a snapshot, which gets another tap.
-#[derive(Debug, Clone, Serialize)]
-pub struct RestoredNet {
-    /// As it was added.
-    pub id: String,
-    /// How many of the passed files are its.
-    pub num_fds: usize,
 }
 
 /// Answer to `vmm.ping`.

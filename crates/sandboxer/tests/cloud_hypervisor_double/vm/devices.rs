@@ -8,7 +8,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{Refusal, State, Vm, list, refused};
+use super::{Refusal, State, Vm, disks, refused};
 
 /// A disk of the VM.
 pub struct Disk {
@@ -23,7 +23,7 @@ impl Vm {
         let mut state = self.running()?;
         let (id, disk) = open(body)?;
         let added = added(&mut state, &id)?;
-        list(state.config.as_mut().unwrap(), "disks").push(body.clone());
+        disks(state.config.as_mut().unwrap()).push(body.clone());
         state.disks.insert(id, disk);
         self.changed.notify_all();
         Ok(added)
@@ -40,9 +40,7 @@ impl Vm {
         if body["num_queues"].as_u64().unwrap_or(2) != 2 * passed as u64 {
             return refused("The number of taps is not half the number of queues");
         }
-        let added = added(&mut state, body["id"].as_str().unwrap_or("_net1"))?;
-        list(state.config.as_mut().unwrap(), "net").push(body.clone());
-        Ok(added)
+        added(&mut state, body["id"].as_str().unwrap_or("_net1"))
     }
 
     pub(super) fn add_fs(&self, body: &Value) -> Result<Value, Refusal> {
@@ -70,7 +68,7 @@ impl Vm {
         state.devices.remove(id);
         state.leaving.remove(id);
         state.disks.remove(id);
-        list(state.config.as_mut().unwrap(), "disks").retain(|disk| disk["id"] != id);
+        disks(state.config.as_mut().unwrap()).retain(|disk| disk["id"] != id);
         self.changed.notify_all();
         self.tell("vm", "device-removed", json!({ "id": id, "bdf": "0000:00:05.0" }));
     }

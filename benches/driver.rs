@@ -66,6 +66,7 @@ impl Host {
             vcpus: 1,
             memory_mib: 128,
             growth_mib: 0,
+            growth_vcpus: 0,
             nics: 0,
             taps: Vec::new(),
             named_taps: None,

@@ -44,6 +44,7 @@ pub fn keep_moves_short() {
 }
 
 /// Moves this process to where it is until the time is over.
+#[expect(clippy::disallowed_methods, reason = "no event tells that the kernel is about to forget a move")]
 fn repeat() -> io::Result<()> {
     let mut processes = File::options().write(true).open(own_group()?.join(PROCESSES))?;
     while until(|until| until.take_if(|until| *until <= Instant::now()).is_none()) {
@@ -73,6 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[expect(clippy::disallowed_methods, reason = "the thread has no handle")]
     fn the_thread_ends_after_the_last_start() {
         keep_moves_short();
         keep_moves_short();

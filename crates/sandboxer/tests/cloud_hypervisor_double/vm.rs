@@ -477,10 +477,15 @@ struct Vcpu(Option<(mpsc::Sender<()>, JoinHandle<()>)>);
 impl Vcpu {
     fn start(number: usize) -> Self {
         let (life, end) = mpsc::channel();
+        let (begun, named) = mpsc::channel();
         let run = move || {
+            begun.send(()).unwrap();
             let _ = end.recv();
         };
-        Self(Some((life, thread::Builder::new().name(format!("vcpu{number}")).spawn(run).unwrap())))
+        let thread = thread::Builder::new().name(format!("vcpu{number}")).spawn(run).unwrap();
+        // Threads are counted by their names, which they give themselves.
+        named.recv().unwrap();
+        Self(Some((life, thread)))
     }
 }
 

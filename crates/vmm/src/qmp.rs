@@ -119,12 +119,10 @@ impl Qmp {
         self.migration("migrate-incoming", &format!("fd:{from}"), limit).await
     }
 
+    /// Migrates the state of a VM. Its command line has what holds for all migrations and can be said there.
     async fn migration(&self, command: &str, uri: &str, limit: Duration) -> Result<(), QmpError> {
-        let capabilities = ["x-ignore-shared", "events"]
-            .map(|capability| json!({ "capability": capability, "state": true }));
-        self.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }), limit).await?;
-        // No announcements for a network interface that is not the pod's yet.
-        self.execute("migrate-set-parameters", json!({ "announce-rounds": 0 }), limit).await?;
+        let ignored = json!([{ "capability": "x-ignore-shared", "state": true }]);
+        self.execute("migrate-set-capabilities", json!({ "capabilities": ignored }), limit).await?;
         // Subscribed before the command, or the event could come too early.
         let events = self.events.subscribe();
         self.execute(command, json!({ "uri": uri }), limit).await?;
@@ -176,6 +174,11 @@ impl Qmp {
         self.execute("block_set_io_throttle", arguments, limit).await
     }
 
+    /// Passes an open file to QEMU, in the descriptor set `set`, which has no other.
+    pub async fn add_fd_to(&self, set: u64, file: OwnedFd, limit: Duration) -> Result<(), QmpError> {
+        self.command("add-fd", json!({ "fdset-id": set }), Some(file), limit).await.map(drop)
+    }
+
     /// Passes an open file to QEMU.
     pub async fn add_fd(&self, file: OwnedFd, limit: Duration) -> Result<AddedFd, QmpError> {
         let answer = self.command("add-fd", Value::Null, Some(file), limit).await?;
@@ -186,14 +189,9 @@ impl Qmp {
         Ok(AddedFd { set: number("fdset-id")?, number: number("fd")? })
     }
 
-    /// Removes a passed file; QEMU's own descriptors of it stay open.
+    /// Removes a passed file; QEMU's own descriptors of it stay open. A set that is not there is no error.
     pub async fn remove_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
-        self.execute("remove-fd", json!({ "fdset-id": set }), limit).await
-    }
-
-    /// Same as [`Qmp::remove_fd`]; a set that is not there is no error.
-    pub async fn forget_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
-        match self.remove_fd(set, limit).await {
+        match self.execute("remove-fd", json!({ "fdset-id": set }), limit).await {
             // QEMU has no error class for it.
             Err(QmpError::Refused { reason, .. }) if reason.ends_with("not found") => Ok(()),
             other => other,

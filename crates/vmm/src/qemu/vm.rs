@@ -52,10 +52,48 @@ impl QemuVm {
         self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
     }
 
-    /// Plugs in a disk whose image is there, and limits it before the guest has found it, or a moment later.
-    async fn plug(&self, disk: &DiskSpec) -> Result<(), QmpError> {
-        self.add_device(&disk.serial, command_line::controller(disk)).await?;
-        self.throttle(disk).await
+    /// Plugs in a disk.
+    ///
+    /// QEMU gets the commands at once. It does one after the other, and between them does not wait for the daemon.
+    async fn plug(&self, disk: &DiskSpec, file: OwnedFd) -> Result<(), QmpError> {
+        let (set, limit) = (command_line::set_of(&disk.serial), self.call_timeout);
+        let node = command_line::block_node(disk, set);
+        let (passed, added, plugged) = tokio::join!(
+            biased;
+            self.qmp.add_fd_to(set, file, limit),
+            self.qmp.blockdev_add(&node, limit),
+            self.add_device(&disk.serial, command_line::controller(disk)),
+        );
+        if let Err(error) = passed.and(added) {
+            // The device may be that of another disk of this name.
+            self.undo(self.qmp.remove_fd(set, limit)).await;
+            return Err(error);
+        }
+        // Limited before the guest has found it, or a moment later.
+        let plugged = match plugged {
+            Ok(()) => self.throttle(disk).await,
+            refused => refused,
+        };
+        if plugged.is_err() {
+            self.undo(self.unplug(&disk.serial)).await;
+        }
+        plugged
+    }
+
+    /// Removes what is left of a disk that was not attached.
+    async fn undo(&self, removal: impl Future<Output = Result<(), QmpError>>) {
+        if let Err(error) = removal.await {
+            tracing::warn!(pod = %self.record.pod, %error, "cannot remove what is left of a disk that was not attached");
+        }
+    }
+
+    /// Unplugs a disk and forgets its image.
+    async fn unplug(&self, serial: &str) -> Result<(), QmpError> {
+        let limit = self.call_timeout;
+        self.qmp.device_del(&command_line::device_id(serial), limit).await?;
+        self.qmp.blockdev_del(&command_line::node_name(serial), limit).await?;
+        // QEMU has the file open a second time.
+        self.qmp.remove_fd(command_line::set_of(serial), limit).await
     }
 
     async fn throttle(&self, disk: &DiskSpec) -> Result<(), QmpError> {
@@ -118,31 +156,11 @@ impl Vm for QemuVm {
         let pod = &self.record.pod;
         let file = open(disk).map_err(path_error(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        let limit = self.call_timeout;
-        let added = async {
-            let set = self.qmp.add_fd(file, limit).await?.set;
-            let added = self.qmp.blockdev_add(&command_line::block_node(disk, set), limit).await;
-            // QEMU has opened it a second time by now, or never will.
-            self.qmp.remove_fd(set, limit).await.and(added)
-        };
-        added.await.map_err(answer(pod, &call))?;
-        let plugged = self.plug(disk).await;
-        if plugged.is_err()
-            && let Err(error) = self.detach_disk(&disk.serial).await
-        {
-            tracing::warn!(%pod, disk = disk.serial, %error, "cannot remove the image of a disk that was not attached");
-        }
-        plugged.map_err(answer(pod, &call))
+        self.plug(disk, file).await.map_err(answer(pod, &call))
     }
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
-        let detach = async {
-            self.qmp.device_del(&command_line::device_id(serial), self.call_timeout).await?;
-            self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await?;
-            // Of a disk that the VM began with, QEMU has the file open a second time.
-            self.qmp.forget_fd(command_line::set_of(serial), self.call_timeout).await
-        };
-        detach.await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
+        self.unplug(serial).await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
     }
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {

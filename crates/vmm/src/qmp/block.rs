@@ -16,6 +16,7 @@ pub struct BlockNode {
     /// Its path.
     pub filename: String,
     /// It cannot be written.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
     /// "unmap" if freed blocks are returned to the host.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -57,7 +57,7 @@ const WORKERS: usize = 2;
 /// Name of the daemon's threads here.
 const DAEMON: &str = "daemon";
 /// Most descriptors of a pod and its doubles.
-const DESCRIPTORS: u64 = 8;
+const DESCRIPTORS: u64 = 12;
 
 fn main() {
     allow_descriptors();

@@ -24,6 +24,8 @@ const PROGRAM: &CStr = c"/agent";
 
 /// Sysctl: reading the kernel's log needs CAP_SYSLOG.
 const DMESG_RESTRICT: &str = "/proc/sys/kernel/dmesg_restrict";
+/// Sysctl: which messages the kernel prints on the console.
+const PRINTED: &str = "/proc/sys/kernel/printk";
 /// Sysctl: how much the kernel compacts memory before a huge page is requested.
 const COMPACTION: &str = "/proc/sys/vm/compaction_proactiveness";
 
@@ -138,6 +140,7 @@ pub fn prepare() -> Result<(), InitError> {
     }
     open_console();
     hide_kernel_log()?;
+    print_errors()?;
     compact_on_request()?;
     report_small_blocks()?;
     cgroup::prepare().map_err(|(path, source)| InitError::File { attempt: "set up", path, source })?;
@@ -157,6 +160,12 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
 /// and in a VM of the pool about the time before the pod.
 fn hide_kernel_log() -> Result<(), InitError> {
     set(DMESG_RESTRICT, "1")
+}
+
+/// Lets the kernel print errors on the console, which it did not while it booted.
+fn print_errors() -> Result<(), InitError> {
+    const ERRORS: &str = "4";
+    set(PRINTED, ERRORS)
 }
 
 /// Ends compaction ahead of requests: for that the kernel wakes twice a second, which was 30 of the 42 timer interrupts that

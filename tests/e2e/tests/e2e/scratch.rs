@@ -1,5 +1,6 @@
 //! What containers write to their root file systems: on a disk of the host that goes with them.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
@@ -20,18 +21,19 @@ crate::cases![
 
 const MIB: u64 = 1 << 20;
 
-/// Returns the scratch disks that a VMM has open, by the room that each takes on the host. None of them has a name.
+/// Returns the scratch disks that a VMM has open, once or twice, by the room that each takes on the host. None of them has a name.
 fn disks_of(vmm: Pid) -> Result<Vec<u64>> {
-    let mut rooms = Vec::new();
+    let mut rooms = BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
         let path = entry?.path();
         let target = fs::read_link(&path).unwrap_or_default().display().to_string();
         if target.contains("/rootfs/scratch/") {
             ensure!(target.ends_with(" (deleted)"), "{target} has a name");
-            rooms.push(fs::metadata(&path)?.blocks() * 512);
+            let file = fs::metadata(&path)?;
+            rooms.insert((file.dev(), file.ino()), file.blocks() * 512);
         }
     }
-    Ok(rooms)
+    Ok(rooms.into_values().collect())
 }
 
 fn room_of(vmm: Pid) -> Result<u64> {

@@ -204,7 +204,7 @@ impl CloudHypervisor {
         }
     }
 
-    /// Makes the VMM, which runs as `user`, boot the VM, or restore it, with its network interfaces.
+    /// Makes the VMM, which runs as `user`, boot the VM, or restore it, and attach its network interfaces.
     async fn create(
         &self,
         spec: &VmSpec,
@@ -215,33 +215,26 @@ impl CloudHypervisor {
         let api = Api::new(&spec.run_dir, self.boot_timeout);
         match boots {
             Some(description) => {
-                let _shown = watched.show("vm.create", user, &spec.disks).await?;
+                let shown = watched.show("vm.create", user, &spec.disks).await?;
                 watched.answered("vm.create", api.create(&description)).await?;
-                // The guest finds them beside its other devices, which takes it less than one that is plugged in.
-                add_nics(spec, &api, watched).await?;
-                watched.answered("vm.boot", api.boot()).await
+                watched.answered("vm.boot", api.boot()).await?;
+                drop(shown);
             }
             None => {
                 // It opens them at the paths at which the frozen VM had its own.
-                let shown = watched.show(template::CALL, user, &spec.disks).await?;
+                let _shown = watched.show(template::CALL, user, &spec.disks).await?;
                 watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?;
-                drop(shown);
-                add_nics(spec, &api, watched).await
             }
         }
+        // A VM that is to be frozen gets no interfaces: a copy would require the taps of its template.
+        if spec.memory_file.is_none() {
+            let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
+            for (nic, tap) in (0..).zip(taps) {
+                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
+            }
+        }
+        Ok(())
     }
-}
-
-/// Adds the network interfaces of `spec`. A VM that is to be frozen gets none: a copy would require the taps of its template.
-async fn add_nics(spec: &VmSpec, api: &Api, watched: &Watched) -> Result<(), VmmError> {
-    if spec.memory_file.is_some() {
-        return Ok(());
-    }
-    let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
-    for (nic, tap) in (0..).zip(taps) {
-        watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
-    }
-    Ok(())
 }
 
 /// How a VM starts.

@@ -137,26 +137,16 @@ async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
 }
 
 async fn a_network_card_is_added_by_its_open_tap(subject: Subject) -> Result<Outcome> {
-    let taps = match (tap::open(), tap::open()) {
-        (Ok(first), Ok(second)) => [first, second],
-        (Err(error), _) | (_, Err(error)) => {
-            return Ok(Outcome::Skipped(format!("no tap can be made here: {error}")));
-        }
+    let tap = match tap::open() {
+        Ok(tap) => tap,
+        Err(error) => return Ok(Outcome::Skipped(format!("no tap can be made here: {error}"))),
     };
     let running = Running::of(&subject).await?;
-    let (api, [first, second]) = (&running.api, taps);
-    let net = |id: &str| Net { id: id.into(), mac: "02:00:00:00:00:01".into(), num_queues: 2 };
-    let added = api.add_net(&net("net-a"), vec![first]).await?.context("it runs")?;
+    let net = Net { id: "net-a".into(), mac: "02:00:00:00:00:01".into(), num_queues: 2 };
+    let added = running.api.add_net(&net, vec![tap]).await?;
     ensure!(added.id == "net-a" && is_address(&added), "{added:?}");
     let wrong = Net { id: "net-b".into(), mac: "02:00".into(), num_queues: 2 };
-    refusal(api.add_net(&wrong, Vec::new()).await)?;
-
-    api.delete().await?;
-    api.create(&running.vmm.description(&running.spec)).await?;
-    ensure!(api.add_net(&net("net-c"), vec![second]).await?.is_none(), "it does not run yet");
-    api.boot().await?;
-    let devices = api.info().await?.device_tree.unwrap_or_default();
-    ensure!(devices.contains_key("net-c") && !devices.contains_key("net-a"), "{:?}", devices.keys());
+    refusal(running.api.add_net(&wrong, Vec::new()).await)?;
     running.end().await
 }
 

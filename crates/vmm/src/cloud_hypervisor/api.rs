@@ -85,19 +85,17 @@ impl Api {
 
     /// Attaches a disk.
     pub async fn add_disk(&self, disk: &Disk) -> Result<PciDevice, ApiError> {
-        self.add("vm.add-disk", disk).await
+        self.add("vm.add-disk", disk, Vec::new()).await
     }
 
-    /// Attaches a network card; one open tap for each pair of its queues. `None`: the VM has not booted, and boots with it.
-    pub async fn add_net(&self, net: &Net, taps: Vec<OwnedFd>) -> Result<Option<PciDevice>, ApiError> {
-        let due = &[StatusCode::OK, StatusCode::NO_CONTENT];
-        let answer = self.call(Method::PUT, "vm.add-net", write(net)?, taps, due).await?;
-        (!answer.is_empty()).then(|| read(&answer)).transpose()
+    /// Attaches a network card; one open tap for each pair of its queues.
+    pub async fn add_net(&self, net: &Net, taps: Vec<OwnedFd>) -> Result<PciDevice, ApiError> {
+        self.add("vm.add-net", net, taps).await
     }
 
     /// Attaches a shared file system. The VM's memory has to be shared.
     pub async fn add_fs(&self, fs: &Fs) -> Result<PciDevice, ApiError> {
-        self.add("vm.add-fs", fs).await
+        self.add("vm.add-fs", fs, Vec::new()).await
     }
 
     /// Requests the guest to release a device. Its removal is an event.
@@ -146,8 +144,13 @@ impl Api {
         self.call(Method::PUT, call, body, Vec::new(), &[StatusCode::NO_CONTENT]).await.map(drop)
     }
 
-    async fn add(&self, call: &'static str, device: &impl Serialize) -> Result<PciDevice, ApiError> {
-        let answer = self.call(Method::PUT, call, write(device)?, Vec::new(), &[StatusCode::OK]).await?;
+    async fn add(
+        &self,
+        call: &'static str,
+        device: &impl Serialize,
+        passed: Vec<OwnedFd>,
+    ) -> Result<PciDevice, ApiError> {
+        let answer = self.call(Method::PUT, call, write(device)?, passed, &[StatusCode::OK]).await?;
         read(&answer)
     }
 

@@ -29,9 +29,8 @@ impl Vm {
         Ok(added)
     }
 
-    /// Adds a network card, also to a VM that has not booted.
     pub(super) fn add_net(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
-        let mut state = self.created()?;
+        let mut state = self.running()?;
         if let Some(mac) = body["mac"].as_str() {
             let bytes: Vec<_> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
             if bytes.len() != 6 || bytes.iter().any(Result::is_err) {
@@ -41,8 +40,7 @@ impl Vm {
         if body["num_queues"].as_u64().unwrap_or(2) != 2 * passed as u64 {
             return refused("The number of taps is not half the number of queues");
         }
-        let added = added(&mut state, body["id"].as_str().unwrap_or("_net1"))?;
-        Ok(if state.running.is_some() { added } else { Value::Null })
+        added(&mut state, body["id"].as_str().unwrap_or("_net1"))
     }
 
     pub(super) fn add_fs(&self, body: &Value) -> Result<Value, Refusal> {

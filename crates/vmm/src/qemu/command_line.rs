@@ -74,10 +74,6 @@ pub const WRITABLE_DISKS: &str = "scsi1";
 /// driver's own, which would be lost.
 const FEW_QUESTIONS: &str = r#"scsi_mod.dev_flags="QEMU:QEMU HARDDISK:0x30002400""#;
 
-/// What holds for each migration, so that it does not have to be said in QMP: there are events, and no announcements for a network
-/// interface that is not the pod's yet.
-const MIGRATIONS: [&str; 4] = ["-global", "migration.x-events=on", "-global", "migration.announce-rounds=0"];
-
 /// Arguments that turn on QEMU's own filter of system calls. QEMU runs a hostile guest and needs none of these calls. Costs
 /// under 5 % of the boot.
 pub const FILTER: [&str; 2] =
@@ -171,8 +167,10 @@ impl CommandLine {
             Begin::Restore { memory } => Some(memory_in(memory, "off") + ",align=2M"),
         };
         if let Some(memory) = &memory {
-            self.add(&MIGRATIONS.each_ref().map(|word| word as &dyn AsRef<OsStr>));
             self.add(&[&"-object", memory]);
+            // Said here, and not in QMP, which takes longer: it is migrated with events, and without announcements for a network
+            // interface that is not the pod's yet.
+            self.add(&[&"-global", &"migration.x-events=on", &"-global", &"migration.announce-rounds=0"]);
             board += ",memory-backend=memory0";
         }
         self.add(&[&"-machine", &board]);
@@ -313,18 +311,15 @@ pub fn controller(disk: &DiskSpec) -> &'static str {
 /// Returns a disk's device. Its LUN is 1: a guest with manual scan ignores LUN 0. Write errors of the
 /// host, such as a full file system, are reported to the guest, as read errors are; QEMU would pause it by default.
 pub fn disk_device(serial: &str, controller: &str) -> Value {
-    let mut device = json!({
+    json!({
         "driver": "scsi-hd",
         "id": device_id(serial),
         "bus": bus(controller),
         "lun": 1,
         "drive": node_name(serial),
         "serial": serial,
-    });
-    if controller == WRITABLE_DISKS {
-        device["werror"] = "report".into();
-    }
-    device
+        "werror": "report",
+    })
 }
 
 /// Returns the bus of a controller.

@@ -304,6 +304,9 @@ async fn sysctls(case: Case) -> Result<()> {
     };
     let pod = with("kernel.shm_rmid_forced", "1").await?;
     ensure!(pod.output("cat /proc/sys/kernel/shm_rmid_forced").await? == "1", "it was not set");
+    // It prints less while it boots.
+    let printed = pod.output("cut -f1 /proc/sys/kernel/printk").await?;
+    ensure!(printed == "4", "errors of the guest's kernel are not on its console: level {printed}");
     let refused =
         with("net.ipv4.no_such_thing", "1").await.err().context("a sysctl that is none was accepted")?;
     ensure!(refused.message().contains("no_such_thing"), "{refused}");

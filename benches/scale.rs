@@ -19,6 +19,8 @@ mod fake_agent;
 mod test_node;
 
 use std::{
+    collections::HashMap,
+    ffi::OsString,
     fs,
     sync::Arc,
     time::{Duration, Instant},
@@ -184,17 +186,20 @@ async fn idle_percent() -> f64 {
     let (begin, before) = (Instant::now(), daemon_ticks());
     sleep(IDLE).await;
     let per_second = sysconf(SysconfVar::CLK_TCK).unwrap().unwrap() as f64;
-    (daemon_ticks() - before) as f64 / per_second / begin.elapsed().as_secs_f64() * 100.0
+    // A thread that ended meanwhile was idle: it ends when it has had nothing to do for some seconds.
+    let used: u64 =
+        daemon_ticks().iter().map(|(thread, ticks)| ticks - before.get(thread).unwrap_or(&0)).sum();
+    used as f64 / per_second / begin.elapsed().as_secs_f64() * 100.0
 }
 
-/// Clock ticks of the threads with the daemon's name.
-fn daemon_ticks() -> u64 {
+/// Clock ticks of the threads with the daemon's name, by thread.
+fn daemon_ticks() -> HashMap<OsString, u64> {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
     // A thread may end while they are read.
-    tasks
-        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("stat")).ok())
-        .filter_map(|s| ticks(&s))
-        .sum()
+    let of = |task: fs::DirEntry| {
+        Some((task.file_name(), ticks(&fs::read_to_string(task.path().join("stat")).ok()?)?))
+    };
+    tasks.filter_map(|task| of(task.ok()?)).collect()
 }
 
 /// Of one `/proc/PID/task/TID/stat`: user and system time, if its name is the daemon's.

@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd test-kubernetes test-critest soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
+.PHONY: help deps tools kernel agent bench-helper bench-image bench-native bench-vm guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd test-kubernetes test-critest soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,9 @@ bench-native: bench-helper ## unpack NATIVE_IMAGE (bench-small: the workloads' t
 
 bench-vm: bench-helper ## make the disk of the series `vm` (Debian with systemd and the workloads' tools) and print its path, for --vm-image
 	@scripts/bench-vm.sh
+
+kernel: deps ## build the guest kernel, or find it in the cache
+	@scripts/guest-image.sh kernel
 
 guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), the initramfs and a list of their parts into target/guest
 	@scripts/guest-image.sh all $(AGENT)
@@ -113,7 +116,9 @@ up: build guest-image tools ## start a stack to play with, in STACK (target/stac
 down: ## stop that stack and remove all of it
 	@scripts/stack.sh down $(STACK)
 
-demo: build guest-image tools ## show and measure five pods, each in its microVM; leaves nothing behind
+demo: deps ## show and measure five pods, each in its microVM; leaves nothing behind
+	@scripts/side-by-side.sh build kernel tools
+	@$(MAKE) guest-image
 	@scripts/demo.sh
 
 test: test-units test-stack test-chart test-kvm test-deb ## run every test

@@ -2,6 +2,7 @@
 //!
 //! `SANDBOXER_E2E_RESIZES` has another number of changes at random than 40.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -13,7 +14,7 @@ use rand::{RngExt, SeedableRng};
 use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle};
 use sandboxer_e2e::eventually;
 
-use crate::faults::Seen;
+use crate::faults::{Seen, settled};
 use crate::memory::own_mib;
 use crate::templates::told;
 
@@ -31,6 +32,9 @@ const RETURNED: u64 = 350;
 const USES: &str = "exec 4<>/go; dd if=/dev/zero bs=419430400 count=1 >&4";
 /// How often the VM grows and shrinks, for the figures.
 const TIMES: usize = 30;
+
+/// How often it gives back memory that was used: that takes longer.
+const SHRINKS: usize = 10;
 
 /// vCPUs of a pod's VM at its start and the most that it can get here, and the limit that needs these, thousandths of a CPU.
 const FEW: u64 = 1;
@@ -166,6 +170,21 @@ async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
     }
     tell(start_path, &format!("{MORE} MiB more"), grew);
 
+    let mut returned = Vec::new();
+    for _ in 0..SHRINKS {
+        case.cri.update(&container.id, limits(LARGE)).await?;
+        let full = uses_and_frees(&container, vmm).await?;
+        let began = Instant::now();
+        case.cri.update(&container.id, limits(SMALL)).await?;
+        eventually("the host has the memory again", PATIENCE, || async {
+            Ok((own_mib(vmm)? + RETURNED <= full).then_some(()))
+        })
+        .await?;
+        returned.push(began.elapsed());
+        shrinks_to(&container, boot).await?;
+    }
+    tell(start_path, &format!("{RETURNED} MiB back on the host after a lowered limit"), returned);
+
     // What is beyond any size is refused as before, and changes nothing.
     let refused = case.cri.update_pod(&pod.id, limits(1 << 20)).await.err().context("1 TiB")?;
     ensure!(refused.message().contains("restart the pod"), "{refused}");
@@ -216,10 +235,13 @@ async fn follow_cpus(case: &Case, pod: &Pod, container: &Container, start_path: 
 fn tell(start_path: &str, what: &str, mut took: Vec<Duration>) {
     took.sort();
     let ms = |at: usize| took.get(at).map_or(0.0, Duration::as_secs_f64) * 1000.0;
+    // Nearest rank: of 30 times the longest is the p99.
+    let rank = |percent: usize| (took.len() * percent).div_ceil(100).saturating_sub(1);
     println!(
-        "{start_path}: {what} in {:.1} ms (p50; the longest {:.1} ms, n = {TIMES})",
-        ms(TIMES / 2),
-        ms(TIMES - 1)
+        "{start_path}: {what}: p50 {:.1} ms, p99 {:.1} ms, n = {}",
+        ms(rank(50)),
+        ms(rank(99)),
+        took.len()
     );
 }
 
@@ -244,9 +266,9 @@ async fn resize_often(case: &Case, count: usize) -> Result<()> {
         let mib = total_mib(&container).await?;
         pods.push((pod, container, mib));
     }
-    let files =
-        || -> Result<usize> { Ok(std::fs::read_dir(format!("/proc/{}/fd", case.stack.worker()?))?.count()) };
-    let (before, worker) = (files()?, case.stack.worker()?);
+    // VMs of the pool cost files, too.
+    settled(case).await?;
+    let (before, worker) = (open_files(case)?, case.stack.worker()?);
     let mut random = StdRng::seed_from_u64(1);
     let mut refused = 0;
     for _ in 0..count / pods.len() {
@@ -257,6 +279,10 @@ async fn resize_often(case: &Case, count: usize) -> Result<()> {
         let done = try_join_all(changes.collect::<Vec<_>>()).await?;
         refused += done.iter().filter(|done| !**done).count();
         seen.times += done.len();
+        // A node is ended if it prints nothing for long.
+        if seen.times % 100 == 0 {
+            println!("{} changes, of which {refused} were refused by name", seen.times);
+        }
     }
     seen.check().await?;
     for (pod, container, mib) in &pods {
@@ -267,13 +293,27 @@ async fn resize_often(case: &Case, count: usize) -> Result<()> {
         ensure!(pod.ready().await?, "pod {} is not ready any more", pod.id);
     }
     ensure!(case.stack.worker()? == worker, "the worker has ended by itself");
-    eventually(&format!("{before} open files or fewer"), PATIENCE, || async {
-        Ok((files()? <= before).then_some(()))
+    let count = |files: &BTreeMap<String, usize>| files.values().sum::<usize>();
+    eventually(&format!("{} open files or fewer", count(&before)), PATIENCE, || async {
+        Ok((count(&open_files(case)?) <= count(&before)).then_some(()))
     })
-    .await?;
+    .await
+    .with_context(|| format!("of the worker: {before:?}, and now {:?}", open_files(case)))?;
     println!("{} changes, of which {refused} were refused by name; no pod was lost", seen.times);
     seen.others += pods.len();
     seen.end().await
+}
+
+/// Returns how many files of each kind the worker has open.
+fn open_files(case: &Case) -> Result<BTreeMap<String, usize>> {
+    let mut kinds = BTreeMap::new();
+    for entry in std::fs::read_dir(format!("/proc/{}/fd", case.stack.worker()?))? {
+        // One may be closed meanwhile.
+        let Ok(file) = std::fs::read_link(entry?.path()) else { continue };
+        let kind = file.to_string_lossy().replace(|letter: char| letter.is_ascii_digit(), "");
+        *kinds.entry(kind).or_default() += 1;
+    }
+    Ok(kinds)
 }
 
 /// Changes limits of a pod, or of its container. Returns whether they were accepted; no other refusal than that of what the VM

@@ -264,7 +264,7 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
         },
-        placement: raw.placement.resolve(default.placement, bounds)?,
+        placement: raw.placement.resolve(default.placement, &pool, bounds)?,
         limits: limits(&raw.limits, bounds)?,
         traces: raw.traces.resolve(bounds)?,
         volumes: VolumeConfig {

@@ -246,6 +246,8 @@ pub struct PlacementConfig {
     pub policy: PlacementPolicy,
     /// CPUs that no VMM gets, except by CRI.
     pub reserved_cpus: Option<Cpus>,
+    /// Whether the memory of pods is in huge pages of the host, unless a pod asks for something else.
+    pub huge_pages: bool,
     /// Where the kernel describes its NUMA nodes: not a key of the file.
     pub nodes_dir: PathBuf,
 }
@@ -427,6 +429,7 @@ impl Default for Config {
             placement: PlacementConfig {
                 policy: PlacementPolicy::Numa,
                 reserved_cpus: None,
+                huge_pages: false,
                 nodes_dir: "/sys/devices/system/node".into(),
             },
             limits: LimitsConfig::default(),

@@ -288,6 +288,20 @@ impl Cgroup {
         })
     }
 
+    /// Returns the strictest limit of huge pages of 2 MiB, its own or that of a group above: the file, and the bytes that it allows
+    /// beside those in use. `None`: there is no limit.
+    pub fn huge_pages_allowed(&self) -> Option<(PathBuf, u64)> {
+        // A limit may be "max". In version 1 no VMM is in a group of that hierarchy.
+        let bytes = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+        let groups = self.dirs.iter().flat_map(|dir| dir.ancestors());
+        let limits = groups.filter_map(|dir| {
+            let path = dir.join("hugetlb.2MB.max");
+            let allowed = bytes(&path)?.saturating_sub(bytes(&dir.join("hugetlb.2MB.current"))?);
+            Some((path, allowed))
+        });
+        limits.min_by_key(|(_, allowed)| *allowed)
+    }
+
     /// Removes it after its last process has ended. The error of a group that stays busy names its processes.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
         let own = match &self.cpuset {

@@ -1,16 +1,112 @@
-//! Huge pages for files in memory.
+//! Huge pages for files in memory: [`collapse`] takes what is free of the kernel's ordinary memory, [`Reserved`] takes pages that an
+//! administrator has set aside.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
     ptr::{self, NonNull},
 };
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use crate::cgroup::Cgroup;
 
 /// Bytes of a huge page of x86-64 and arm64.
 pub const HUGE_PAGE: u64 = 2 << 20;
 /// As in `linux/mman.h`; since Linux 6.1.
 const MADV_COLLAPSE: libc::c_int = 25;
+
+/// Where the kernel describes its huge pages of this size.
+pub const HUGE_PAGES_DIR: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+/// Why no huge pages can be reserved.
+#[derive(Debug, thiserror::Error)]
+pub enum ReserveError {
+    /// The kernel has none of this size.
+    #[error("this kernel has no huge pages of 2 MiB")]
+    Unsupported(#[source] io::Error),
+    /// Too few are free.
+    #[error(
+        "{needed} huge pages of 2 MiB are needed and {free} are free: raise {path:?}, or end pods that have huge pages"
+    )]
+    TooFew {
+        /// Those that are needed.
+        needed: u64,
+        /// Those that are neither used nor reserved.
+        free: u64,
+        /// Where to set how many there are.
+        path: PathBuf,
+    },
+    /// A control group forbids them.
+    #[error(
+        "{needed_mib} MiB in huge pages of 2 MiB are needed and {path:?} allows {allowed_mib} more: raise the limits hugepages-2Mi \
+         of the pod's containers"
+    )]
+    Limited {
+        /// What is needed, MiB.
+        needed_mib: u64,
+        /// What the group allows beside what it uses, MiB.
+        allowed_mib: u64,
+        /// The file with the limit.
+        path: PathBuf,
+    },
+    /// The kernel refused.
+    #[error("cannot reserve huge pages of 2 MiB")]
+    Refused(#[source] io::Error),
+}
+
+/// A file in memory whose huge pages are all reserved. Whoever maps it shared gets them at the first access, from the NUMA node of
+/// its CPU while that has some, and counted in its own control group.
+#[derive(Debug)]
+pub struct Reserved(OwnedFd);
+
+impl Reserved {
+    /// Reserves `bytes`, a multiple of [`HUGE_PAGE`], for a process in `cgroup`.
+    pub fn new(bytes: u64, cgroup: Option<&Cgroup>) -> Result<Self, ReserveError> {
+        // Without pages of its group's limit a process is killed when it touches the memory.
+        if let Some((path, allowed)) = cgroup.and_then(Cgroup::huge_pages_allowed)
+            && allowed < bytes
+        {
+            return Err(ReserveError::Limited { needed_mib: bytes >> 20, allowed_mib: allowed >> 20, path });
+        }
+        let huge = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = memfd_create("memory", huge).map_err(|error| ReserveError::Unsupported(error.into()))?;
+        rustix::fs::ftruncate(&file, bytes).map_err(|error| ReserveError::Refused(error.into()))?;
+        let length =
+            usize::try_from(bytes).map_err(|error| ReserveError::Refused(io::Error::other(error)))?;
+        // The kernel reserves for the file, not for the mapping: what is mapped shared stays reserved until the file is closed.
+        // SAFETY: the kernel chooses the place, and nothing gets a reference to it.
+        let mapped = unsafe {
+            libc::mmap(ptr::null_mut(), length, libc::PROT_NONE, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        if mapped == libc::MAP_FAILED {
+            let error = io::Error::last_os_error();
+            return Err(match error.raw_os_error() {
+                Some(libc::ENOMEM) => too_few(bytes, Path::new(HUGE_PAGES_DIR)),
+                _ => ReserveError::Refused(error),
+            });
+        }
+        // SAFETY: it is the whole mapping that was just made.
+        unsafe { libc::munmap(mapped, length) };
+        Ok(Self(file))
+    }
+
+    /// Returns the file.
+    pub fn into_file(self) -> OwnedFd {
+        self.0
+    }
+}
+
+fn too_few(bytes: u64, dir: &Path) -> ReserveError {
+    let read = |name: &str| {
+        let text = fs::read_to_string(dir.join(name)).unwrap_or_default();
+        text.trim().parse::<u64>().unwrap_or_default()
+    };
+    let free = read("free_hugepages").saturating_sub(read("resv_hugepages"));
+    ReserveError::TooFew { needed: bytes / HUGE_PAGE, free, path: dir.join("nr_hugepages") }
+}
 
 /// Puts these parts of a file in memory, each of [`HUGE_PAGE`] bytes at one of its offsets, into huge pages. Its content stays. Returns how many
 /// were: none on kernels without the call, fewer if memory is fragmented.
@@ -67,9 +163,40 @@ impl Drop for Mapping {
 mod tests {
     use std::os::unix::fs::FileExt;
 
-    use rustix::fs::{MemfdFlags, memfd_create};
-
     use super::*;
+    use crate::cgroup::Hierarchies;
+
+    #[test]
+    fn more_huge_pages_than_there_are_cannot_be_reserved_and_the_error_says_what_to_do() {
+        // No host has a PiB.
+        let error = Reserved::new(1 << 50, None).unwrap_err();
+        if let ReserveError::Unsupported(error) = &error {
+            return println!("not tested: {error}");
+        }
+        let text = error.to_string();
+        assert!(text.starts_with("536870912 huge pages of 2 MiB are needed and "), "{text}");
+        assert!(text.contains("hugepages-2048kB/nr_hugepages"), "{text}");
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("free_hugepages"), "10\n").unwrap();
+        fs::write(dir.path().join("resv_hugepages"), "7\n").unwrap();
+        let ReserveError::TooFew { needed: 4, free: 3, .. } = too_few(4 * HUGE_PAGE, dir.path()) else {
+            panic!("{:?}", too_few(4 * HUGE_PAGE, dir.path()));
+        };
+    }
+
+    #[test]
+    fn a_control_group_that_allows_too_few_is_named() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("hugetlb.2MB.max"), "4194304\n").unwrap();
+        fs::write(root.path().join("hugetlb.2MB.current"), "2097152\n").unwrap();
+        let group = Hierarchies::unified(root.path()).of("kubepods", &"p".parse().unwrap()).unwrap();
+        let error = Reserved::new(4 << 20, Some(&group)).unwrap_err().to_string();
+        let expected = format!(
+            "4 MiB in huge pages of 2 MiB are needed and {:?} allows 2 more: ",
+            root.path().join("hugetlb.2MB.max")
+        );
+        assert!(error.starts_with(&expected), "{error}");
+    }
 
     #[test]
     fn parts_get_huge_pages_and_keep_their_content() {

@@ -7,6 +7,8 @@ use std::{
 
 use sandboxer_base::Cpus;
 
+use crate::huge_pages::HUGE_PAGE;
+
 /// Fields of a node's `meminfo` whose memory a process can get at once: free pages, and caches that the kernel drops.
 const AVAILABLE: [&str; 4] = ["MemFree", "Active(file)", "Inactive(file)", "SReclaimable"];
 
@@ -52,6 +54,13 @@ impl Topology {
     /// Returns the node that has all of these CPUs.
     pub fn node_of(&self, cpus: &Cpus) -> Option<&Node> {
         self.nodes.iter().find(|node| cpus.is_within(&node.cpus))
+    }
+
+    /// Returns the memory in free huge pages of 2 MiB of a node, bytes. Pages that are reserved and not used yet are in it.
+    pub fn huge_pages_bytes(&self, node: u32) -> io::Result<u64> {
+        let path = self.dir.join(format!("node{node}/hugepages/hugepages-2048kB/free_hugepages"));
+        let free: u64 = fs::read_to_string(path)?.trim().parse().map_err(io::Error::other)?;
+        Ok(free.saturating_mul(HUGE_PAGE))
     }
 
     /// Returns the memory of a node that processes can get now, bytes.

@@ -201,7 +201,9 @@ impl PodError {
             }
             Self::PodExists(_) | Self::ContainerExists(_) | Self::ExecExists { .. } => Code::AlreadyExists,
             Self::Id { .. } | Self::Invalid { .. } => Code::InvalidArgument,
-            Self::State { .. } | Self::Unmovable { .. } => Code::FailedPrecondition,
+            Self::State { .. } | Self::Unmovable { .. } | Self::Vmm(VmmError::HugePages { .. }) => {
+                Code::FailedPrecondition
+            }
             Self::Cancelled(_) => Code::Cancelled,
             Self::Unsupported(_) => Code::Unimplemented,
             Self::NotReady { .. } | Self::NoReadings { .. } | Self::Vmm(VmmError::Hung { .. }) => {

@@ -173,6 +173,24 @@ async fn a_pod_gets_a_node_and_its_group_the_cpus() {
 }
 
 #[tokio::test]
+async fn huge_pages_are_refused_by_name_with_a_vmm_that_does_not_reserve_them() {
+    let host = TwoNodes::new();
+    let spec =
+        PodSpec { huge_pages: true, cgroup_parent: "/pods".to_owned(), ..PodSpec::plain(id("huge"), 1, 128) };
+    let (node, status) = (host.node.clone(), PodStatus::created(1));
+    let spawn = || pod::spawn(node, spec, LinkKey::random(), status, Default::default());
+    let pod = host.node.registry.insert(&id("huge"), spawn).unwrap();
+    let error = pod.start().await.unwrap_err();
+    assert_eq!(error.code(), Code::Unimplemented, "{error}");
+    let text = error.to_string();
+    assert!(
+        ["pod huge", "huge pages", "VMM fake", "[handlers]"].iter().all(|words| text.contains(words)),
+        "{text}"
+    );
+    assert_eq!(host.node.placer.load(0).vms, 0);
+}
+
+#[tokio::test]
 async fn without_a_policy_no_file_is_written() {
     let host = TwoNodes::with(|config| config.placement.policy = PlacementPolicy::Off);
     let pod = host.started("one", 1).await;

@@ -52,7 +52,7 @@ use self::{
     vm::{CloudHypervisorVm, Followed},
 };
 use super::{
-    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, huge_pages, process,
     run_dir::{Captures, Files, path_error, reopen},
     vsock::{self, Link},
     watched::Watched,
@@ -110,7 +110,8 @@ impl CloudHypervisor {
             serial: wire::Console { mode: wire::ConsoleMode::Tty },
             console: wire::Console { mode: wire::ConsoleMode::Off },
             vsock: wire::Vsock { cid: CID, socket: Path::new(ROOM).join(vsock::SOCKET) },
-            balloon: wire::Balloon { size: 0, free_page_reporting: true },
+            // A huge page that is dropped loses its reservation.
+            balloon: wire::Balloon { size: 0, free_page_reporting: !spec.huge_pages },
             landlock_enable: self.landlock,
             landlock_rules: vec![wire::LandlockRule { path: ROOM.into(), access: "rw" }],
         }
@@ -257,7 +258,10 @@ impl Vmm for CloudHypervisor {
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError> {
         let jail = self.jail(spec)?;
-        let memory = template::make_memory(spec, jail.user())?;
+        let memory = match template::make_memory(spec, jail.user())? {
+            None => huge_pages::reserve(spec, Some(jail.user()))?,
+            file => file,
+        };
         self.start(spec, jail, Begin::Boot { memory }).await
     }
 
@@ -270,6 +274,10 @@ impl Vmm for CloudHypervisor {
             accelerator: self.info.accelerator.to_owned(),
             vm: vec![description.unwrap_or_default()],
         }
+    }
+
+    fn has_huge_pages(&self) -> bool {
+        true
     }
 
     fn freezes_interfaces(&self) -> bool {

@@ -14,6 +14,7 @@ pub mod fuzzing;
 mod held;
 pub mod hotplug;
 mod http;
+mod huge_pages;
 pub mod kvm;
 mod permit;
 mod preload;
@@ -41,6 +42,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use sandboxer_process::huge_pages::ReserveError;
 use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -66,6 +68,11 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 
     /// Returns whether its VMs open their taps by name ([`VmSpec::named_taps`]); else they inherit them.
     fn opens_taps(&self) -> bool {
+        false
+    }
+
+    /// Returns whether a VM can have [`VmSpec::huge_pages`].
+    fn has_huge_pages(&self) -> bool {
         false
     }
 
@@ -339,6 +346,14 @@ pub enum VmmError {
         /// The system's error.
         #[source]
         source: std::io::Error,
+    },
+    /// The guest's memory cannot be in huge pages.
+    #[error("the memory of pod {pod} cannot be in huge pages")]
+    HugePages {
+        /// The pod.
+        pod: SandboxId,
+        /// Why, and what to do.
+        source: ReserveError,
     },
     /// The taps cannot be passed to the VMM.
     #[error("cannot duplicate the taps of pod {pod} for its VMM")]

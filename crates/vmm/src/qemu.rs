@@ -40,7 +40,7 @@ use self::{
 use super::{
     FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    preload, process,
+    huge_pages, preload, process,
     qmp::Qmp,
     run_dir::{Captures, Files, connect, path_error, reopen},
     tsc,
@@ -226,10 +226,14 @@ impl Vmm for Qemu {
             Some(path) => {
                 Some(own_file(path, owner).map_err(path_error(&spec.pod, "create", path.clone()))?)
             }
-            None => None,
+            None => huge_pages::reserve(spec, owner)?,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
         Ok(self.start(spec, begin, memory.into_iter().collect(), jail).await?.keep())
+    }
+
+    fn has_huge_pages(&self) -> bool {
+        true
     }
 
     fn freezes_interfaces(&self) -> bool {

@@ -120,6 +120,10 @@ impl Vmm for Chosen {
         self.vmm.opens_taps()
     }
 
+    fn has_huge_pages(&self) -> bool {
+        self.vmm.has_huge_pages()
+    }
+
     fn freezes_interfaces(&self) -> bool {
         self.vmm.freezes_interfaces()
     }

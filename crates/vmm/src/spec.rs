@@ -62,6 +62,9 @@ pub struct VmSpec {
     pub initramfs: PathBuf,
     /// What the agent learns from the kernel command line.
     pub boot: BootParams,
+    /// Its memory is in huge pages of the host, 2 MiB each: [`VmSpec::memory_mib`] is even, it neither grows nor is frozen. Not every
+    /// VMM can do that: see [`super::Vmm::has_huge_pages`].
+    pub huge_pages: bool,
     /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
     /// memory of the VMM.
     pub memory_file: Option<PathBuf>,
@@ -92,6 +95,7 @@ impl VmSpec {
             kernel: config.kernel.clone(),
             initramfs: config.initramfs.clone(),
             boot: BootParams { link_key, log: config.agent_log.clone() },
+            huge_pages: false,
             memory_file: None,
             disks: Vec::new(),
             background: false,
@@ -190,6 +194,7 @@ pub(super) mod tests {
             kernel: "/new/kernel".into(),
             initramfs: "/new/initramfs".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },
+            huge_pages: false,
             memory_file: None,
             disks: Vec::new(),
             background: false,

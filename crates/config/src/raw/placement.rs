@@ -4,13 +4,14 @@ use sandboxer_base::Cpus;
 use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, bounds::Bounds};
-use crate::{PlacementConfig, PlacementPolicy};
+use crate::{PlacementConfig, PlacementPolicy, PoolConfig};
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RawPlacement {
     policy: Option<PlacementPolicy>,
     reserved_cpus: Option<String>,
+    huge_pages: Option<bool>,
 }
 
 impl RawPlacement {
@@ -18,6 +19,7 @@ impl RawPlacement {
     pub fn resolve(
         self,
         default: PlacementConfig,
+        pool: &PoolConfig,
         bounds: &Bounds<'_>,
     ) -> Result<PlacementConfig, ConfigError> {
         // An empty list reserves none.
@@ -26,6 +28,14 @@ impl RawPlacement {
         let fine = list.is_some() == reserved_cpus.is_some();
         let found = format!("{:?}", list.unwrap_or_default());
         bounds.check("placement.reserved_cpus", found, "a list of CPUs such as \"0-1,8\"", fine)?;
-        Ok(PlacementConfig { policy: self.policy.unwrap_or(default.policy), reserved_cpus, ..default })
+        let huge_pages = self.huge_pages.unwrap_or(default.huge_pages);
+        let takes = "false while there is a pool (pool.max): its VMs are not in huge pages";
+        bounds.check("placement.huge_pages", "true".to_owned(), takes, !huge_pages || pool.max == 0)?;
+        Ok(PlacementConfig {
+            policy: self.policy.unwrap_or(default.policy),
+            reserved_cpus,
+            huge_pages,
+            ..default
+        })
     }
 }

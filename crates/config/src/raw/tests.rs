@@ -203,6 +203,16 @@ fn reserved_cpus_are_a_list_of_cpus() {
 }
 
 #[test]
+fn huge_pages_are_for_hosts_without_a_pool() {
+    let with = |pool: &str| parse(&format!("{pool}[placement]\nhuge_pages = true"));
+    assert!(!parse("").unwrap().placement.huge_pages);
+    assert!(with("").unwrap().placement.huge_pages);
+    let error = with("[pool]\nmax = 2\n").unwrap_err().to_string();
+    assert!(error.contains("line 4") && error.contains("placement.huge_pages is true"), "{error}");
+    assert!(error.contains("pool.max"), "{error}");
+}
+
+#[test]
 fn traces_go_to_one_collector_or_nowhere() {
     assert_eq!(parse("[traces]\nsampling_ratio = 0.5").unwrap().traces, None);
     let traces = parse("[traces]\nendpoint = \"http://127.0.0.1:4317\"").unwrap().traces.unwrap();

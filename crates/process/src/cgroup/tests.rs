@@ -149,3 +149,24 @@ fn the_processes_in_a_busy_group_are_named() {
     fs::write(group.path().join(PROCESSES), "").unwrap();
     assert!(still_in(group.path()).starts_with("it has groups below it"));
 }
+
+#[test]
+fn the_strictest_limit_of_huge_pages_counts_with_what_is_in_use() {
+    let root = tempfile::tempdir().unwrap();
+    let group = Hierarchies::unified(root.path()).of("kubepods/pod1", &"p".parse().unwrap()).unwrap();
+    let write = |of: &str, limit: &str, used: &str| {
+        let dir = root.path().join(of);
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("hugetlb.2MB.max"), limit).unwrap();
+        fs::write(dir.join("hugetlb.2MB.current"), used).unwrap();
+    };
+    assert_eq!(group.huge_pages_allowed(), None, "no controller");
+    write("kubepods", "max\n", "4194304\n");
+    write("kubepods/pod1/sandboxer-p", "max\n", "0\n");
+    assert_eq!(group.huge_pages_allowed(), None, "no limit");
+    write("kubepods/pod1", "6291456\n", "2097152\n");
+    let limit = root.path().join("kubepods/pod1/hugetlb.2MB.max");
+    assert_eq!(group.huge_pages_allowed(), Some((limit.clone(), 4 << 20)));
+    write("kubepods/pod1", "0\n", "2097152\n");
+    assert_eq!(group.huge_pages_allowed(), Some((limit, 0)), "lowered below what is in use");
+}

@@ -13,7 +13,7 @@ use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 use sandboxer_vmm::{DiskLimits, Shape};
 
-use super::{host_ports, limits, size};
+use super::{host_ports, huge_pages, limits, size};
 use crate::{
     error::PodError,
     pod::{
@@ -79,6 +79,8 @@ pub fn pod_spec(
         size::without(linux.resources.unwrap_or_default(), cgroups.unlimited(&linux.cgroup_parent));
     let Shape { vcpus, memory_mib, .. } =
         size::shape(&asked.annotations, &resources, defaults, cpus).map_err(invalid)?;
+    let huge_pages =
+        huge_pages::asked(&asked.annotations, &resources, config.placement.huge_pages).map_err(invalid)?;
     let own_network = !request.netns_path.is_empty();
     let host_ports = host_ports::asked(&asked.annotations, own_network).map_err(invalid)?;
     let kept = SandboxMetadata::of(request).unwrap_or_default();
@@ -88,7 +90,10 @@ pub fn pod_spec(
     Ok(PodSpec {
         limits: size::limits(&resources),
         host_ports,
-        start_path: if disk_limits == DiskLimits::configured(&config.limits) {
+        start_path: if huge_pages {
+            // Copies of a template share its memory, which is not in huge pages.
+            StartPath::Boot
+        } else if disk_limits == DiskLimits::configured(&config.limits) {
             handler.start_path
         } else {
             // VMs of the pool have a disk already.
@@ -98,7 +103,9 @@ pub fn pod_spec(
         net_limits,
         vmm: handler.vmm,
         vcpus,
-        memory_mib,
+        // A whole number of huge pages. All sizes are even but those that are configured.
+        memory_mib: if huge_pages { memory_mib.next_multiple_of(2) } else { memory_mib },
+        huge_pages,
         room: Room {
             rootfs_bytes: space(&asked.annotations, ROOTFS_SIZE).map_err(invalid)?,
             empty_dir_bytes: space(&asked.annotations, EMPTY_DIR_SIZE).map_err(invalid)?,

@@ -5,8 +5,8 @@
 use std::collections::HashMap;
 
 use k8s_cri::v1::{
-    DnsConfig, LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceOption,
-    PodSandboxConfig, PodSandboxMetadata, UserNamespace,
+    DnsConfig, HugepageLimit, LinuxContainerResources, LinuxPodSandboxConfig, LinuxSandboxSecurityContext,
+    NamespaceOption, PodSandboxConfig, PodSandboxMetadata, UserNamespace,
 };
 use prost::Message;
 use sandboxer_protocol::controller::{ControllerCreateRequest, types::Sandbox};
@@ -95,6 +95,14 @@ struct Resources {
     cpu_quota: i64,
     cpu_shares: i64,
     memory_limit_in_bytes: i64,
+    hugepage_limits: Vec<HugePages>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct HugePages {
+    page_size: String,
+    limit: u64,
 }
 
 /// Returns the request for the pod `sandbox` that a sandbox controller would get, from containerd's description of it.
@@ -160,10 +168,17 @@ impl From<Linux> for LinuxPodSandboxConfig {
                 cpu_quota: resources.cpu_quota,
                 cpu_shares: resources.cpu_shares,
                 memory_limit_in_bytes: resources.memory_limit_in_bytes,
+                hugepage_limits: resources.hugepage_limits.into_iter().map(Into::into).collect(),
                 ..Default::default()
             }),
             ..Default::default()
         }
+    }
+}
+
+impl From<HugePages> for HugepageLimit {
+    fn from(HugePages { page_size, limit }: HugePages) -> Self {
+        Self { page_size, limit }
     }
 }
 
@@ -220,6 +235,21 @@ mod tests {
         assert_eq!(spec.sysctls["net.core.somaxconn"], "1024");
         assert_eq!((spec.limits.cpu_quota_us, spec.limits.memory_bytes), (150_000, 512 << 20));
         assert_eq!(spec.start_path, StartPath::Boot, "the runtime handler's");
+    }
+
+    #[test]
+    fn a_limit_of_huge_pages_puts_the_vm_into_them() {
+        let with = |limits: &str| {
+            let limits = format!(r#""resources":{{"hugepage_limits":{limits},"cpu_period""#);
+            spec(&DESCRIPTION.replace(r#""resources":{"cpu_period""#, &limits).replace("cold", "usual"))
+        };
+        let spec = with(r#"[{"page_size":"2MB","limit":1073741824},{"page_size":"1GB","limit":0}]"#).unwrap();
+        assert!(spec.huge_pages && spec.memory_mib.is_multiple_of(2));
+        assert_eq!(spec.start_path, StartPath::Boot, "copies of a template are not in huge pages");
+        let spec = with(r#"[{"page_size":"2MB"}]"#).unwrap();
+        assert_eq!((spec.huge_pages, spec.start_path), (false, StartPath::Pool));
+        let error = with(r#"[{"page_size":"1GB","limit":1073741824}]"#).unwrap_err().to_string();
+        assert!(error.contains("1GB"), "{error}");
     }
 
     #[test]

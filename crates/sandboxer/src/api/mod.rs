@@ -7,6 +7,7 @@ pub(crate) mod convert;
 mod cri_metadata;
 pub mod events;
 mod host_ports;
+mod huge_pages;
 mod limits;
 pub mod metrics;
 pub mod peers;

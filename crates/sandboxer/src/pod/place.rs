@@ -10,7 +10,11 @@ pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
 /// Takes a place for the pod's VM.
 pub fn take(node: &DaemonState, spec: &PodSpec, shape: Shape) -> Placement {
-    let placement = match node.placer.seat(shape) {
+    let seat = match spec.huge_pages {
+        true => node.placer.seat_in_huge_pages(shape),
+        false => node.placer.seat(shape),
+    };
+    let placement = match seat {
         Ok(_) if node.cgroups.of(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
         Ok(seat) => Placement { seat: Some(seat), reason: "the node with most room at its start".to_owned() },
         Err(why) => Placement::none(why.to_string()),

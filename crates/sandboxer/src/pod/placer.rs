@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeMap,
-    fmt, fs,
+    fmt, fs, io,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -206,12 +206,25 @@ impl Placer {
     /// Takes a place for a VM on the node that has the fewest vCPUs per CPU, among those with enough memory available; of
     /// equal ones that with most memory.
     pub fn seat(self: &Arc<Self>, shape: Shape) -> Result<Seat, Unplaced> {
+        self.seat_by(shape, |node| self.topology.available_bytes(node))
+    }
+
+    /// Same as [`Placer::seat`], for a VM whose memory is in huge pages.
+    pub fn seat_in_huge_pages(self: &Arc<Self>, shape: Shape) -> Result<Seat, Unplaced> {
+        self.seat_by(shape, |node| self.topology.huge_pages_bytes(node))
+    }
+
+    fn seat_by(
+        self: &Arc<Self>,
+        shape: Shape,
+        available: impl Fn(u32) -> io::Result<u64>,
+    ) -> Result<Seat, Unplaced> {
         if self.nodes.is_empty() {
             return Err(Unplaced::Nothing);
         }
         let mut room = Vec::new();
         for node in self.nodes.iter().filter(|node| fits(shape, node)) {
-            let available = self.topology.available_bytes(node.id).unwrap_or_default();
+            let available = available(node.id).unwrap_or_default();
             room.push((node, available));
         }
         if room.is_empty() {

@@ -53,6 +53,9 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// Its VM's memory is in huge pages of the host.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub huge_pages: bool,
     /// Host ports that are forwarded to the same ports of its loopback (hostNetwork only).
     #[serde(default)]
     pub host_ports: Vec<u16>,
@@ -137,6 +140,7 @@ impl PodSpec {
             vmm: None,
             vcpus,
             memory_mib,
+            huge_pages: false,
             host_ports: Vec::new(),
             limits: Limits::default(),
             room: Room::default(),

@@ -135,6 +135,7 @@ pub async fn start(
     // Check before anything is created.
     let host_ports = host_ports::listen(&node.front, spec)?;
     let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
+    check_huge_pages(node, spec, kind)?;
     let deadline = Instant::now() + node.config.vm.boot_timeout;
     let placement = place::take(node, spec, kind.shape);
     let interfaces = &interfaces;
@@ -178,6 +179,20 @@ fn vmm(node: &DaemonState, spec: &PodSpec) -> Result<VmmKey, PodError> {
             spec.vmm.map_or("", VmmName::as_str)
         ),
     })
+}
+
+/// Refuses a pod in huge pages with a VMM that cannot reserve them.
+fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<(), PodError> {
+    let vmm = node.vmms.get(kind.vmm);
+    if !spec.huge_pages || vmm.has_huge_pages() {
+        return Ok(());
+    }
+    Err(PodError::Unsupported(format!(
+        "pod {}: its memory cannot be in huge pages with VMM {}, which does not reserve them: name QEMU or Cloud Hypervisor in \
+         [handlers]",
+        spec.id,
+        vmm.info().name
+    )))
 }
 
 /// Returns the pod's network interfaces.
@@ -398,7 +413,9 @@ impl<'a> Prepared<'a> {
         let shape = spec.shape(self.taps.count());
         let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
         let cgroup = self.node.cgroups.of(&spec.cgroup_parent, &spec.id);
-        self.taps.given_to(VmSpec { cgroup, ..described })
+        // What a VM gets later would be ordinary memory.
+        let growth_mib = if spec.huge_pages { 0 } else { described.growth_mib };
+        self.taps.given_to(VmSpec { cgroup, huge_pages: spec.huge_pages, growth_mib, ..described })
     }
 
     fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {

@@ -145,6 +145,7 @@ impl Pod {
             pod: self.name.parse().unwrap(),
             run_dir: self.path("run"),
             vcpus: 1,
+            huge_pages: false,
             memory_file: None,
             background: false,
             memory_mib: 128,

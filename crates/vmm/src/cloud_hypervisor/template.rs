@@ -49,10 +49,12 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     let hotplug_size = (spec.growth_mib > 0).then_some(spec.growth_mib << 20);
     let hotplug_method = hotplug_size.map(|_| wire::HotplugMethod::VirtioMem);
     let file = spec.memory_file.clone();
-    if file.is_none() && hotplug_size.is_none() {
+    // Huge pages are in a file, too.
+    let shared = file.is_some() || spec.huge_pages;
+    if !shared && hotplug_size.is_none() {
         return wire::Memory { size, shared: false, hotplug_method, zones: Vec::new() };
     }
-    let zone = wire::MemoryZone { id: ZONE, size, shared: file.is_some(), file, hotplug_size };
+    let zone = wire::MemoryZone { id: ZONE, size, shared, file, hotplug_size };
     wire::Memory { size: 0, shared: false, hotplug_method, zones: vec![zone] }
 }
 
@@ -160,6 +162,13 @@ mod tests {
         let zone = json!({ "id": "memory", "size": 1 << 20, "file": "/m", "shared": true });
         assert_eq!(memory(Some("/m"), 0), json!({ "size": 0, "shared": false, "zones": [zone] }));
         assert_eq!(memory(Some("/m"), 128)["zones"][0]["hotplug_size"], 128 << 20);
+    }
+
+    #[test]
+    fn memory_in_huge_pages_is_a_shared_zone_whose_file_comes_later() {
+        let memory = serde_json::to_value(memory(&VmSpec { huge_pages: true, ..spec() })).unwrap();
+        let zone = json!({ "id": "memory", "size": 1 << 20, "shared": true });
+        assert_eq!(memory, json!({ "size": 0, "shared": false, "zones": [zone] }));
     }
 
     #[test]

@@ -220,7 +220,10 @@ impl CommandLine {
         for controller in [READ_ONLY_DISKS, WRITABLE_DISKS] {
             self.add(&[&"-device", &format!("virtio-scsi-device,id={controller}")]);
         }
-        self.add(&[&"-device", &BALLOON]);
+        // A huge page that the guest has reported in parts could be dropped as a whole, and with it its reservation.
+        if !spec.huge_pages {
+            self.add(&[&"-device", &BALLOON]);
+        }
         for (nic, tap) in (0..).zip(&sockets.taps) {
             let mac = first_mac_text(nic);
             self.add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}")]);
@@ -335,6 +338,24 @@ pub fn lacks_controller(reason: &str, controller: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::tests::spec;
+
+    #[test]
+    fn memory_in_huge_pages_is_in_a_file_and_none_of_it_is_dropped() {
+        let line = |huge_pages| {
+            let spec = VmSpec { huge_pages, ..spec() };
+            let words = arguments(
+                &spec,
+                Execution::Kvm,
+                &Sockets::default(),
+                Begin::Boot { memory: huge_pages.then_some(7) },
+            );
+            words.join(OsStr::new(" ")).into_string().unwrap()
+        };
+        assert!(line(false).contains("virtio-balloon") && !line(false).contains("memory-backend"));
+        assert!(!line(true).contains("virtio-balloon"));
+        assert!(line(true).contains("size=1M,mem-path=/proc/self/fd/7,share=on"), "{}", line(true));
+    }
 
     /// In QEMU's words.
     #[test]

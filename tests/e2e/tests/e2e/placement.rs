@@ -13,7 +13,8 @@ use crate::templates::{pool_is_filled, told};
 
 crate::cases![
     Numa: a_pod_and_its_memory_are_on_one_node, a_pod_that_is_larger_than_a_node_is_not_placed,
-        the_cpu_manager_wins, moved_with_its_memory_and_known_to_the_next_daemon, placed_and_unplaced;
+        the_cpu_manager_wins, moved_with_its_memory_and_known_to_the_next_daemon, placed_and_unplaced,
+        memory_in_huge_pages_is_reserved_and_on_one_node;
     VmAlone: no_vmm_runs_on_reserved_cpus
 ];
 
@@ -240,6 +241,92 @@ async fn shares(case: &Case, handler: &str) -> Result<Vec<f64>> {
         case.remove(&pod.id).await?;
     }
     Ok(shares)
+}
+
+/// Where the kernel has its huge pages of 2 MiB.
+const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+/// Those of a pod of 256 MiB.
+const POD_PAGES: u64 = 128;
+
+fn huge_pages(name: &str) -> Result<u64> {
+    let text = std::fs::read_to_string(format!("{HUGE_PAGES}/{name}"))?;
+    Ok(text.trim().parse()?)
+}
+
+/// Sets how many there are on each node. The kernel may find fewer.
+fn set_huge_pages(nodes: usize, each: u64) -> Result<()> {
+    for node in 0..nodes {
+        let path = format!("/sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages");
+        std::fs::write(&path, each.to_string()).with_context(|| path.clone())?;
+        let got = std::fs::read_to_string(&path)?;
+        ensure!(got.trim() == each.to_string(), "{path}: {each} were set, {got} are there");
+    }
+    Ok(())
+}
+
+/// Pods in huge pages: the one for which there are too few is refused at once; the others have what they were promised.
+async fn memory_in_huge_pages_is_reserved_and_on_one_node(case: Case) -> Result<()> {
+    let nodes = nodes(&case)?.len();
+    ensure!(huge_pages("nr_hugepages")? == 0, "this host has huge pages of its own");
+    let done = pods_in_huge_pages(&case, nodes).await;
+    case.clean_up().await?;
+    set_huge_pages(nodes, 0)?;
+    done
+}
+
+async fn pods_in_huge_pages(case: &Case, nodes: usize) -> Result<()> {
+    let run = || async {
+        let mut config = case.pod_config();
+        config.annotations.insert("io.sandboxer.huge-pages".into(), "2Mi".into());
+        anyhow::Ok(case.pod_of(&case.cri.run_pod(&config, "sandboxer").await?, config))
+    };
+    let refused = |outcome: Result<Pod>, free: u64| {
+        let text = format!("{:#}", outcome.err().context("there are too few huge pages for it")?);
+        let words =
+            [&*format!("{POD_PAGES} huge pages of 2 MiB are needed and {free} are free"), HUGE_PAGES, "pod "];
+        ensure!(words.iter().all(|words| text.contains(words)), "{text}");
+        anyhow::Ok(())
+    };
+    refused(run().await, 0)?;
+
+    // For one pod on each node, and half of another one.
+    let each = POD_PAGES + POD_PAGES / 4;
+    set_huge_pages(nodes, each)?;
+    let all = each * nodes as u64;
+    let mut pods = Vec::new();
+    for _ in 0..nodes {
+        let pod = run().await?;
+        filled(&pod).await?;
+        let place = place(case, &pod.id)?;
+        ensure!(share(&place, Some(node_of(&place)?))? >= LOCAL, "{place}");
+        let inspected = told(case, &["inspect", &pod.id])?;
+        ensure!(inspected["start_path"] == "boot", "{inspected}");
+        let maps = std::fs::read_to_string(format!("/proc/{}/smaps", case.vmm_of(&pod.id).await?))?;
+        let kib = maps.lines().filter_map(|line| {
+            line.strip_prefix("Shared_Hugetlb:").or(line.strip_prefix("Private_Hugetlb:"))
+        });
+        let kib: u64 =
+            kib.filter_map(|rest| rest.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).sum();
+        ensure!(kib > 48_000, "{kib} KiB of the VMM are in huge pages");
+        println!("node {}: {} of {} MiB in use", place["node"], kib >> 10, POD_PAGES * 2);
+        pods.push(pod);
+    }
+    // Also what the guests have not touched yet.
+    let free = huge_pages("free_hugepages")? - huge_pages("resv_hugepages")?;
+    ensure!(free == all - POD_PAGES * nodes as u64, "{free} of {all} are free");
+    refused(run().await, free)?;
+    let other = u64::from(node_of(&place(case, &pods[0].id)?)? == 0).to_string();
+    let moved =
+        case.stack.command("sandboxer-cli").args(["place", "--move", &pods[0].id, &other]).output()?;
+    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+    ensure!(!moved.status.success() && said.contains("its memory is in huge pages"), "{said}");
+    for pod in pods {
+        case.remove(&pod.id).await?;
+    }
+    eventually("all huge pages are free", PATIENCE, || async {
+        Ok((huge_pages("free_hugepages")? == all && huge_pages("resv_hugepages")? == 0).then_some(()))
+    })
+    .await
 }
 
 /// Neither a VM that boots for a pod nor one that waits, before and after a pod takes it.

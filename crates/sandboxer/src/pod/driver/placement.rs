@@ -147,6 +147,9 @@ impl Driver {
         if self.placement.node() == Some(node) {
             return Err(refused(format!("it is on node {node}")));
         }
+        if self.spec.huge_pages {
+            return Err(refused("its memory is in huge pages".to_owned()));
+        }
         let cgroup = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id);
         let cgroup = cgroup.ok_or_else(|| refused(place::NO_PARENT.to_owned()))?;
         let seat = self.node.placer.seat_on(node, shape).map_err(|error| refused(error.to_string()))?;

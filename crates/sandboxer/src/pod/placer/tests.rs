@@ -23,8 +23,12 @@ fn has(dir: &Path, node: usize, total: u64, available: u64) {
 }
 
 fn placer(dir: &TempDir, policy: PlacementPolicy, reserved: &str) -> Arc<Placer> {
-    let config =
-        PlacementConfig { policy, reserved_cpus: Cpus::parse(reserved), nodes_dir: dir.path().to_owned() };
+    let config = PlacementConfig {
+        policy,
+        reserved_cpus: Cpus::parse(reserved),
+        huge_pages: false,
+        nodes_dir: dir.path().to_owned(),
+    };
     Arc::new(Placer::new(&config, &Hierarchies::default(), "/idle"))
 }
 
@@ -63,6 +67,22 @@ fn a_vm_counts_with_the_size_that_it_has_now() {
     assert_eq!(placer.load(0), Load { vms: 1, vcpus: 2, memory_mib: 100 });
     drop(seat);
     assert_eq!(placer.load(0), Load::default());
+}
+
+#[test]
+fn a_vm_in_huge_pages_needs_those_and_no_other_memory() {
+    let dir = host(&TWO);
+    let placer = placer(&dir, PlacementPolicy::Numa, "");
+    assert_eq!(placer.seat_in_huge_pages(shape(1, 100)).unwrap_err(), Unplaced::NoMemory, "a kernel without");
+    for (node, pages) in [(0, "49"), (1, "50\n")] {
+        let pages_dir = dir.path().join(format!("node{node}/hugepages/hugepages-2048kB"));
+        fs::create_dir_all(&pages_dir).unwrap();
+        fs::write(pages_dir.join("free_hugepages"), pages).unwrap();
+        has(dir.path(), node, 1000, 0);
+    }
+    assert_eq!(placer.seat_in_huge_pages(shape(1, 100)).unwrap().node(), 1);
+    assert_eq!(placer.seat_in_huge_pages(shape(1, 102)).unwrap_err(), Unplaced::NoMemory);
+    assert_eq!(placer.seat_in_huge_pages(shape(5, 2)).unwrap_err(), Unplaced::TooLarge);
 }
 
 #[test]

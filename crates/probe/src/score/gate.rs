@@ -115,7 +115,7 @@ fn of_startup(gate: &Gate, of: &Startup) -> Vec<Judged> {
     others
         .map(|series| {
             let values = |runtime: &str| times(&of.samples, runtime, series.mode);
-            let ratio = Ratio::of(&values(&series.runtime), &values(&gate.baseline));
+            let ratio = Ratio::of_few(&values(&series.runtime), &values(&gate.baseline));
             let verdict = match ratio {
                 _ if of.report.manifest.is_emulated(&series.runtime) => Verdict::Emulated,
                 None => Verdict::NotMeasured,

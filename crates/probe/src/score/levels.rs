@@ -80,7 +80,7 @@ impl Cell {
         let by_median = medians.filter(|(baseline, _)| *baseline > 0.0);
         let interval = both.and_then(|(baseline, candidate)| {
             let enough = baseline.values.len().min(candidate.values.len()) >= INTERVAL_OF;
-            enough.then(|| Ratio::of(&candidate.values, &baseline.values)).flatten()
+            enough.then(|| Ratio::of_few(&candidate.values, &baseline.values)).flatten()
         });
         Self {
             feature: feature.name.clone(),

@@ -65,7 +65,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
             metric: of.metric.name.clone(),
             better: of.metric.better,
             p50: [of.p50, with.p50],
-            ratio: enough.then(|| Ratio::of(&values[1], &values[0])).flatten(),
+            ratio: enough.then(|| Ratio::of_few(&values[1], &values[0])).flatten(),
         })
     };
     let rows: Vec<Row> = a.report.series.iter().filter_map(row).collect();

@@ -115,6 +115,15 @@ impl Plan {
         handlers
     }
 
+    /// Returns the runtimes in the order in which a round runs each variant. Each round begins with another one: the first of a
+    /// variant follows another variant, whose files and connections may still be removed, the next one follows the same variant.
+    pub fn order(&self, round: u32) -> Vec<String> {
+        let mut order = self.runtimes.clone();
+        let first = round as usize % order.len().max(1);
+        order.rotate_left(first);
+        order
+    }
+
     /// Returns whether the series native is part of it.
     pub fn has_native(&self) -> bool {
         self.runtimes.iter().any(|series| handler(series) == NATIVE)
@@ -359,6 +368,14 @@ mod tests {
         let plan = Plan { runtimes: series(&names), ..plan(Profile::Quick) };
         assert_eq!(plan.handlers(), ["runc", "sandboxer"]);
         assert!(!plan.has_native() && Plan { runtimes: series(&["native".into()]), ..plan }.has_native());
+    }
+
+    #[test]
+    fn each_round_begins_with_the_next_runtime() {
+        let plan = Plan { runtimes: ["a", "b", "c"].map(str::to_owned).into(), ..plan(Profile::Quick) };
+        let orders = [0, 1, 2, 3].map(|round| plan.order(round).concat());
+        assert_eq!(orders, ["abc", "bca", "cab", "abc"]);
+        assert_eq!(Plan { runtimes: Vec::new(), ..plan }.order(1), Vec::<String>::new());
     }
 
     #[test]

@@ -143,8 +143,9 @@ impl<'a> Runner<'a> {
         let warm_up = (self.plan.warm_up, self.plan.warm_up_steps(), true);
         for (rounds, steps, warm_up) in [warm_up, (self.plan.repeat, self.plan.steps(), false)] {
             for round in 0..rounds {
+                let order = self.plan.order(round);
                 for step in &steps {
-                    for handler in &self.plan.runtimes {
+                    for handler in &order {
                         self.one(step, handler, threads, (round, warm_up), sink).await?;
                     }
                 }

@@ -145,7 +145,7 @@ pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comp
     others
         .filter_map(|of| {
             let (a, b) = (values(of, &of.runtime), values(of, reference));
-            let ratio = (a.len().min(b.len()) >= COMPARED_OF).then(|| Ratio::of(&a, &b)).flatten()?;
+            let ratio = (a.len().min(b.len()) >= COMPARED_OF).then(|| Ratio::of_few(&a, &b)).flatten()?;
             Some(Comparison {
                 probe: of.probe.clone(),
                 case: of.case.clone(),

@@ -50,6 +50,7 @@ fn sweep(c: &mut Criterion) {
         counts: counts.split(',').filter_map(|count| count.parse().ok()).collect(),
         repeat: 1,
         recipe: stack.recipe(),
+        vm: None,
     };
     let dir = stack::result_dir("memory");
     let mut store = Store::create(&dir).unwrap();

@@ -3,6 +3,7 @@
 # usage: bench.sh startup NAME FIRST PARTS SERIAL GROUP HANDLER…  PARTS parts, $NODE_OUT/NAME.FIRST and following: SERIAL starts of each
 #                                                                 and a group of GROUP (0: no group)
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
+# Of a payload that was made with NODE_VM=1, HANDLER may be vm; it may be native in any.
 # STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
 # pool fills). START_TIMEOUT (60) bounds one start.
 set -euo pipefail
@@ -36,7 +37,7 @@ settle() {
 part() {
     local at=$NODE_OUT/$name.$1 status=0
     rm -rf "$at.new"
-    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
+    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" "${vm_disk[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
         --pause "${PAUSE:-4}" --timeout "${START_TIMEOUT:-60}" --output "$at.new" || status=$?
     mv "$at.new" "$at"
     return $status
@@ -55,7 +56,8 @@ scripts/stack.sh up "$dir"
 . "$dir/env"
 sandboxer-cli version
 settle
-runtimes=() failed=0
+runtimes=() vm_disk=() failed=0
+[[ " $* " != *' vm '* ]] || vm_disk=(--vm-image "$(scripts/bench-vm.sh)")
 case $verb in
 startup)
     (($# >= 5)) || die "usage: see the head of $0"
@@ -68,7 +70,7 @@ memory)
     counts=$1
     shift
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
-    COLUMNS=180 sandboxer-cli mem-report "${runtimes[@]}" --sweep "$counts" --repeat 1 --timeout 300 --output "$NODE_OUT/$name"
+    COLUMNS=180 sandboxer-cli mem-report "${runtimes[@]}" "${vm_disk[@]}" --sweep "$counts" --repeat 1 --timeout 300 --output "$NODE_OUT/$name"
     ;;
 *) die "no such measurement '$verb'" ;;
 esac

@@ -2,7 +2,8 @@
 # Packs the files of this clone that a node VM needs into target/node/payload.erofs and prints its path: scripts, configurations,
 # programs as far as they are built, guest image, and the named FILEs; also containerd, runc and the stack's images from the cache.
 # usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
-# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the images of workloads, their helper, and gVisor.
+# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the images of workloads, their helper, and gVisor, unless STACK_GVISOR=0.
+# NODE_VM=1 adds the disk of the series `vm`.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -43,11 +44,23 @@ images() {
     "$ROOT/scripts/oci-image.sh" pause registry.k8s.io/pause:3.10.2 "$work/cache/images/pause.tar"
 }
 
-# bench: the archives of the workloads' images, and their trees for the series native.
-bench() {
-    local image archive helper=target/bench-helper/x86_64-unknown-linux-gnu/release
+# The program in the images of workloads, and in VMs. Disks and images are found by its hash.
+helper() {
+    local helper=target/bench-helper/x86_64-unknown-linux-gnu/release
     mkdir -p "$work/clone/$helper" "$work/cache/bench"
     cp -a "$ROOT/$helper/bench-helper" "$work/clone/$helper/"
+}
+
+# vm: the disk of the series vm.
+vm() {
+    helper
+    cp -a "$(dirname "$("$ROOT/scripts/bench-vm.sh")")" "$work/cache/bench/"
+}
+
+# bench: the archives of the workloads' images, and their trees for the series native.
+bench() {
+    local image archive
+    helper
     for image in bench-small bench-build; do
         archive=$("$ROOT/scripts/bench-image.sh" "$image")
         # As it is: the archive's name has its hash.
@@ -65,12 +78,13 @@ pack() {
     done
     lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
     # shellcheck disable=SC2046 # nothing, or one word
-    for tool in $("$ROOT/scripts/tools.sh") $([[ ${NODE_BENCH:-} != 1 ]] || "$ROOT/scripts/tools.sh" gvisor); do
+    for tool in $("$ROOT/scripts/tools.sh") $([[ ${NODE_BENCH:-} != 1 || ${STACK_GVISOR:-1} == 0 ]] || "$ROOT/scripts/tools.sh" gvisor); do
         mkdir -p "$work/cache/tools/$(basename "${tool%/bin}")"
         cp -a "$tool" "$work/cache/tools/$(basename "${tool%/bin}")/"
     done
     images
     [[ ${NODE_BENCH:-} != 1 ]] || bench
+    [[ ${NODE_VM:-} != 1 ]] || vm
     install -m 0755 "$ROOT/scripts/node/init" "$work/init"
     rm -f "$OUT/payload.erofs"
     mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "cannot make the payload with mkfs.erofs: $(tail -n 3 "$work.log")"

@@ -236,6 +236,7 @@ mod tests {
                 error: String::new(),
                 stages: Default::default(),
                 kvm_exits: None,
+                first_ping_ms: None,
             })
             .collect();
         let mut report = Report::new(manifest);

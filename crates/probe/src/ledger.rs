@@ -67,6 +67,21 @@ impl Ledger {
         self.by_role.get(&role).copied().unwrap_or_default()
     }
 
+    /// Adds the memory of a process, unless it has ended.
+    fn add(&mut self, table: &Table, pid: i32, found: Found) {
+        match parts(pid, found.role) {
+            Ok(pss_kib) => {
+                for (role, kib) in &pss_kib {
+                    *self.by_role.entry(*role).or_default() += kib;
+                }
+                let name = table.get(&pid).map(|process| process.name.clone()).unwrap_or_default();
+                self.entries.push(Entry { pid, name, found, pss_kib });
+            }
+            Err(PssError::Gone(_)) => {}
+            Err(error) => self.missing.push(format!("{}: {error}", found.role)),
+        }
+    }
+
     /// Returns the resident processes in it.
     pub fn residents(&self) -> BTreeSet<i32> {
         self.entries.iter().filter(|entry| entry.found.role == Role::Daemon).map(|entry| entry.pid).collect()
@@ -103,6 +118,22 @@ pub async fn take(
         .map_err(|error| procfs::ProcError::Other(error.to_string()))?
 }
 
+/// Takes the ledger of processes that this process started in place of pods, each with its role.
+pub async fn take_own(processes: Vec<(i32, Role)>) -> Result<Ledger, LedgerError> {
+    let count = move || {
+        let table = process::table()?;
+        let mut ledger =
+            Ledger { pods: processes.len(), available_kib: pss::available()?, ..Ledger::default() };
+        for (pid, role) in processes {
+            ledger.pods -= usize::from(!table.contains_key(&pid));
+            let found = Found { role, pod: None, tie: "started by the probe".into() };
+            ledger.add(&table, pid, found);
+        }
+        Ok(ledger)
+    };
+    tokio::task::spawn_blocking(count).await.map_err(|error| procfs::ProcError::Other(error.to_string()))?
+}
+
 /// Returns `pid` in a runtime's JSON information on a pod.
 pub(crate) fn told_pid(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
@@ -123,17 +154,7 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
         if found.role == Role::Daemon && !serves(&table, pid, counted, &known) {
             continue;
         }
-        match parts(pid, found.role) {
-            Ok(pss_kib) => {
-                for (role, kib) in &pss_kib {
-                    *ledger.by_role.entry(*role).or_default() += kib;
-                }
-                let name = table.get(&pid).map(|process| process.name.clone()).unwrap_or_default();
-                ledger.entries.push(Entry { pid, name, found, pss_kib });
-            }
-            Err(PssError::Gone(_)) => {}
-            Err(error) => ledger.missing.push(format!("{}: {error}", found.role)),
-        }
+        ledger.add(&table, pid, found);
     }
     ledger.cri_kib = known.cri.and_then(|pid| pss::total(pid).ok());
     Ok(ledger)

@@ -13,7 +13,7 @@
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
 //! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
 //! | [`workload`] | benchmark tools in a container of any runtime |
-//! | [`vm`] | a conventional VM, for comparison |
+//! | [`vm`], [`native`] | a conventional VM and a process of the host, for comparison |
 //! | [`score`] | verdicts on results, by rules that are data |
 //! | [`gate`] | comparison with recorded results of earlier versions |
 
@@ -35,6 +35,7 @@ pub mod markdown;
 pub mod measure;
 pub mod memory;
 pub mod merge;
+pub mod native;
 pub mod options;
 pub mod overhead;
 pub mod plot;

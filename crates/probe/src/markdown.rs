@@ -242,6 +242,7 @@ mod tests {
             error: String::new(),
             stages: Default::default(),
             kvm_exits: None,
+            first_ping_ms: None,
         };
         let samples: Vec<Sample> = modes
             .iter()

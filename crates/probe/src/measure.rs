@@ -16,9 +16,10 @@ use crate::first_byte::{LogWatch, WatchError};
 use crate::ledger::Ledger;
 use crate::manifest::{Facts, Manifest};
 use crate::memory::{self, Point, Sweep};
+use crate::native::NATIVE;
 use crate::options::Network;
 use crate::overhead;
-use crate::report::Report;
+use crate::report::{FIRST_PING, Report};
 use crate::runtime::{Runtime, RuntimeError};
 use crate::sample::Sample;
 use crate::startup::{self, Plan, PlanError};
@@ -126,12 +127,7 @@ impl Bench {
     ) -> Result<(Report, Vec<Sample>), MeasureError> {
         startup::check(&self.runtime, plan).await?;
         let mut report = self.report(&plan.handlers(), &plan.recipe, startup_facts(plan)).await;
-        if let Some(vm) = plan.vms().map_err(PlanError::Vm)? {
-            let memory = plan.recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20);
-            report.manifest.runtimes.insert(VM.into(), vm.facts(vm::DEFAULT_CPUS, memory));
-            report.notes.extend(vm.remark());
-            report.not_measured.insert(format!("series.{VM}.first_ping"), vm::NO_PING.into());
-        }
+        add_own(&mut report, plan)?;
         if let Some(store) = &mut store {
             store.clock = self.clock;
         }
@@ -145,6 +141,7 @@ impl Bench {
                 .await;
         report.manifest.add_vms(run.vms);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
+        explain_pings(&mut report);
         report.explain_exits(&run.no_exits);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
@@ -174,11 +171,12 @@ impl Bench {
             pause: Duration::ZERO,
             recipe: sweep.recipe.clone(),
             bare_boot: None,
-            vm: None,
+            vm: sweep.vm.clone(),
         };
         startup::check(&self.runtime, &plan).await?;
         let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];
-        let mut report = self.report(&sweep.runtimes, &sweep.recipe, facts.into()).await;
+        let mut report = self.report(&plan.handlers(), &sweep.recipe, facts.into()).await;
+        add_own(&mut report, &plan)?;
         let taken =
             memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
         report.manifest.add_vms(taken.vms);
@@ -260,6 +258,41 @@ pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Re
         annotations: Default::default(),
         memory_mib: None,
         timeout,
+    }
+}
+
+/// Adds what the series `vm` and `native` are, if they are measured.
+fn add_own(report: &mut Report, plan: &Plan) -> Result<(), PlanError> {
+    let runtimes = &mut report.manifest.runtimes;
+    if let Some(vm) = plan.vms()? {
+        let mut facts = vm.facts(vm::DEFAULT_CPUS, startup::vm_of(&plan.recipe, "").memory);
+        facts.insert(
+            "network".into(),
+            json!("a link to the probe, which pings the guest and does nothing else"),
+        );
+        runtimes.insert(VM.into(), facts);
+        report.notes.extend(vm.remark());
+    }
+    if plan.runtimes.iter().any(|name| name == NATIVE) {
+        let what = json!("a process of this host: no image, namespaces or limits");
+        runtimes.insert(NATIVE.into(), [("type".to_owned(), what)].into());
+    }
+    Ok(())
+}
+
+/// Adds when VMs of the series `vm` answered their first ping, or that none did.
+fn explain_pings(report: &mut Report) {
+    let Some(of_vm) = report.series.iter().find(|series| series.runtime == VM) else { return };
+    let pings = of_vm.steps.get(FIRST_PING);
+    match pings.and_then(|pings| Some((pings.n, pings.min_ms?, pings.p50_ms?, pings.max_ms?))) {
+        Some((n, min, p50, max)) => report.notes.push(format!(
+            "{VM}: the first ping was answered after {p50:.0} {} (median of {n}; {min:.0} to {max:.0})",
+            report.clock.ms()
+        )),
+        None => {
+            let why = "no VM with a first byte answered a ping in time";
+            report.not_measured.insert(format!("series.{VM}.{FIRST_PING}"), why.into());
+        }
     }
 }
 

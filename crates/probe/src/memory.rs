@@ -11,10 +11,14 @@ use crate::attribution::Role;
 use crate::first_byte::LogWatch;
 use crate::ledger::{self, Ledger, LedgerError};
 use crate::manifest::Facts;
+use crate::native::{NATIVE, Process};
 use crate::process;
 use crate::runtime::{Listed, Runtime};
+use crate::startup::vm_of;
 use crate::timeline::{self, RUN_LABEL, Recipe};
 use crate::trace::{self, Trace};
+use crate::vm::process::RunningVm;
+use crate::vm::{VM, Vm};
 
 /// The sweep of published figures.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
@@ -42,6 +46,14 @@ pub struct Sweep {
     pub repeat: u32,
     /// Recipe of the pods.
     pub recipe: Recipe,
+    /// How VMs of the series `vm` are run.
+    pub vm: Option<Vm>,
+}
+
+/// What a series other than a handler has in place of pods.
+enum Own {
+    Vm(RunningVm),
+    Native(Process),
 }
 
 /// A ledger and its place in the sweep.
@@ -109,9 +121,11 @@ pub async fn sweep(
                 repetition,
                 cancel,
                 residents: residents.remove(handler.as_str()).unwrap_or_default(),
+                own: Vec::new(),
             };
             let first = points.points.len();
             let mut ended = column.measure(&mut points, progress).await;
+            column.own.clear();
             if let Err(error) = timeline::remove_all(runtime, &sweep.recipe.run).await {
                 let left =
                     format!("pods with label {RUN_LABEL}={} may still exist: {error}", sweep.recipe.run);
@@ -142,6 +156,7 @@ struct Column<'a> {
     repetition: u32,
     cancel: &'a CancellationToken,
     residents: BTreeSet<i32>,
+    own: Vec<Own>,
 }
 
 impl Column<'_> {
@@ -198,7 +213,41 @@ impl Column<'_> {
         Ok(())
     }
 
-    async fn grow(&self, from: u32, to: u32) -> Result<(), String> {
+    /// Starts VMs or processes up to this count, one after the other.
+    async fn grow_own(&mut self, to: u32) -> Result<(), String> {
+        let recipe = &self.sweep.recipe;
+        while self.own.len() < to as usize {
+            let index = self.own.len();
+            let name = format!("{}-{}-{}-{index}", recipe.run, self.handler, self.repetition);
+            let attempt = async {
+                let Some(vm) = self.sweep.vm.as_ref().filter(|_| self.handler == VM) else {
+                    let process = Process::start(&recipe.command, recipe.timeout).await;
+                    return process.map(Own::Native).map_err(|error| sandboxer_base::chain(&error));
+                };
+                let running = vm.start(&vm_of(recipe, &name)).map_err(|error| error.to_string())?;
+                running.first_byte(recipe.timeout).await.map_err(|error| error.to_string())?;
+                Ok(Own::Vm(running))
+            };
+            let started = tokio::select! {
+                biased;
+                () = self.cancel.cancelled() => return Err("interrupted".into()),
+                started = attempt => started,
+            };
+            let started =
+                started.map_err(|error| format!("{} {} of {to}: {error}", self.handler, index + 1))?;
+            self.own.push(started);
+        }
+        Ok(())
+    }
+
+    async fn grow(&mut self, from: u32, to: u32) -> Result<(), String> {
+        if [VM, NATIVE].contains(&self.handler) {
+            return self.grow_own(to).await;
+        }
+        self.grow_pods(from, to).await
+    }
+
+    async fn grow_pods(&self, from: u32, to: u32) -> Result<(), String> {
         use futures::{StreamExt, TryStreamExt, stream};
         let (run, handler) = (&self.sweep.recipe.run, self.handler);
         stream::iter(from..to)
@@ -256,6 +305,13 @@ impl Column<'_> {
     }
 
     async fn ledger(&self) -> Result<Ledger, String> {
+        if [VM, NATIVE].contains(&self.handler) {
+            let own = self.own.iter().map(|own| match own {
+                Own::Vm(vm) => (vm.pid(), Role::Vmm),
+                Own::Native(process) => (process.pid() as i32, Role::Workload),
+            });
+            return ledger::take_own(own.collect()).await.map_err(|error| error.to_string());
+        }
         let run = &self.sweep.recipe.run;
         let mine = |pod: &Listed| pod.labels.get(RUN_LABEL) == Some(run);
         ledger::take(self.runtime, mine, &self.residents)

@@ -285,6 +285,7 @@ mod tests {
                 error: String::new(),
                 stages: Default::default(),
                 kvm_exits: None,
+                first_ping_ms: None,
             })
             .collect();
         let mut manifest = Manifest::default();

@@ -24,6 +24,8 @@ pub use self::memory::{Marginal, Memory};
 pub const SCHEMA: u32 = 1;
 /// The JSON Schema.
 pub const SCHEMA_TEXT: &str = include_str!("../schema/report.schema.json");
+/// Key of the first answered ping in [`Series::steps`].
+pub const FIRST_PING: &str = "first_ping";
 /// Reference handler of ratios, if it was measured.
 pub const REFERENCE: &str = "runc";
 
@@ -76,7 +78,8 @@ pub struct Series {
     /// From the start request to the first byte.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Answers of the CRI calls, since the start request: `pod`, `created`, `started`.
+    /// Answers of the CRI calls, since the start request: `pod`, `created`, `started`; of VMs of the series `vm` that of the
+    /// first ping, `first_ping`.
     pub steps: BTreeMap<String, Summary>,
     /// Wall time of each complete group, ms.
     pub batch_ms: Vec<f64>,
@@ -326,6 +329,7 @@ impl Series {
         for sample in &failed {
             *failed_at.entry(sample.failed_at.clone()).or_default() += 1;
         }
+        let pinged = good.iter().any(|s| s.first_ping_ms.is_some());
         let traced = good.iter().any(|s| !s.stages.is_empty());
         let batches: Vec<&Batch> =
             batches.iter().filter(|batch| mode == Mode::Parallel && batch.runtime == runtime).collect();
@@ -339,7 +343,9 @@ impl Series {
                 ("created".to_owned(), of(&|s| s.created_ms)),
                 ("started".to_owned(), of(&|s| s.started_ms)),
             ]
-            .into(),
+            .into_iter()
+            .chain(pinged.then(|| (FIRST_PING.to_owned(), of(&|s| s.first_ping_ms))))
+            .collect(),
             batch_ms: batches.iter().filter_map(|batch| batch.wall_ms).collect(),
             release_spread_ms: batches.iter().map(|batch| batch.release_spread_ms).collect(),
             stages: Stage::ALL

@@ -64,6 +64,8 @@ pub struct Sample {
     pub started_ms: Option<f64>,
     /// First byte of the container: the measured time.
     pub first_byte_ms: Option<f64>,
+    /// First answered ping; only of the series `vm`.
+    pub first_ping_ms: Option<f64>,
     /// Result.
     pub outcome: Outcome,
     /// Call that failed; empty when none did.
@@ -129,7 +131,7 @@ const COLUMNS: [&str; 13] = [
 ];
 
 /// Columns after the stages.
-const LAST_COLUMNS: [&str; 2] = ["kvm_exits", "clock"];
+const LAST_COLUMNS: [&str; 3] = ["kvm_exits", "clock", "first_ping_ms"];
 
 /// Writes samples as CSV, each whole row at once: a run that dies, or fills the disk, keeps earlier rows.
 pub struct SampleWriter {
@@ -173,7 +175,11 @@ impl SampleWriter {
         ];
         let stages = Stage::ALL.iter().map(|stage| ms(sample.stages.get(stage).copied()));
         let exits = sample.kvm_exits.map(|count| count.to_string()).unwrap_or_default();
-        self.row(row.into_iter().chain(stages).chain([exits, self.clock.to_string()]))
+        self.row(row.into_iter().chain(stages).chain([
+            exits,
+            self.clock.to_string(),
+            ms(sample.first_ping_ms),
+        ]))
     }
 
     fn row(&mut self, fields: impl Iterator<Item = String>) -> io::Result<()> {
@@ -274,6 +280,11 @@ impl Row<'_> {
         Ok(stages)
     }
 
+    /// Earlier results have no such column.
+    fn first_ping(&self) -> Result<Option<f64>, String> {
+        self.optional("first_ping_ms").map_or(Ok(None), |_| self.number("first_ping_ms"))
+    }
+
     fn kvm_exits(&self) -> Result<Option<u64>, String> {
         let digits = self.optional("kvm_exits").filter(|digits| !digits.is_empty());
         let parse = |digits: &str| {
@@ -298,6 +309,7 @@ impl Row<'_> {
             created_ms: self.number("created_ms")?,
             started_ms: self.number("started_ms")?,
             first_byte_ms: self.number("first_byte_ms")?,
+            first_ping_ms: self.first_ping()?,
             outcome: match self.text("outcome")? {
                 "ok" => Outcome::Ok,
                 "failed" => Outcome::Failed,
@@ -329,6 +341,7 @@ mod tests {
             created_ms: Some(90.25),
             started_ms: Some(130.0),
             first_byte_ms: Some(129.875),
+            first_ping_ms: Some(140.5),
             outcome: Outcome::Ok,
             failed_at: String::new(),
             error: String::new(),
@@ -338,6 +351,7 @@ mod tests {
         let failed = Sample {
             outcome: Outcome::Failed,
             first_byte_ms: None,
+            first_ping_ms: None,
             failed_at: "StartContainer".into(),
             error: "it said \"no\",\nand, again, no".into(),
             stages: BTreeMap::new(),

@@ -13,6 +13,7 @@ use crate::bare_boot::BareBoot;
 use crate::exits::{Counts, Exits};
 use crate::first_byte::LogWatch;
 use crate::manifest::Facts;
+use crate::native::{NATIVE, Process};
 use crate::runtime::{Runtime, RuntimeError, Version};
 use crate::sample::{Mode, Outcome, Sample};
 use crate::timeline::{self, Recipe, Stamps, Start, StartError};
@@ -22,6 +23,8 @@ use crate::vm::{self, VM, Vm, VmError};
 
 /// Minimum starts per runtime of a full serial series.
 pub const FULL_SERIAL: u32 = 500;
+/// How long a VM may take from its command's first byte to its first answered ping.
+const PING_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
@@ -56,7 +59,7 @@ impl Plan {
 
     /// Returns the runtimes that are CRI handlers.
     pub fn handlers(&self) -> Vec<String> {
-        self.runtimes.iter().filter(|name| *name != VM).cloned().collect()
+        self.runtimes.iter().filter(|name| ![VM, NATIVE].contains(&name.as_str())).cloned().collect()
     }
 
     /// Returns how VMs are run, if the series `vm` is part of it.
@@ -244,7 +247,7 @@ impl Runner {
         }
         let rounds = if plan.group == 0 { 0 } else { plan.rounds };
         if rounds > 0 && plan.handlers().len() < plan.runtimes.len() {
-            self.run.notes.push(format!("series {VM} is not started in groups"));
+            self.run.notes.push(format!("series {VM} and {NATIVE} are not started in groups"));
         }
         for round in 0..rounds {
             for handler in &plan.handlers() {
@@ -265,6 +268,7 @@ impl Runner {
         let before = self.exits.look();
         let start = match self.vm.as_ref().filter(|_| place.handler == VM) {
             Some(vm) => start_vm(vm, &self.recipe, &name, &self.cancel).await,
+            None if place.handler == NATIVE => start_native(&self.recipe, &self.cancel).await,
             None => {
                 let handler = &place.handler;
                 timeline::start(&self.runtime, &self.watch, &self.recipe, handler, &name, &self.cancel).await
@@ -334,8 +338,8 @@ impl Runner {
         let sample = self.sample(&place, &start, before).await;
         let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
         let removed = match &*place.handler {
-            // It ended with its start.
-            VM => Ok(()),
+            // They ended with their start.
+            VM | NATIVE => Ok(()),
             _ => {
                 let id = start.pod_id.as_deref();
                 timeline::remove(&self.runtime, &self.watch, &self.recipe, name, id).await
@@ -376,7 +380,7 @@ impl Runner {
         let (outcome, failed_at, error) = match &start.end {
             Ok(()) => (Outcome::Ok, "", String::new()),
             Err(StartError::Interrupted) => (Outcome::Interrupted, "", String::new()),
-            Err(error) => (Outcome::Failed, error.step(), error.to_string()),
+            Err(error) => (Outcome::Failed, error.step(), sandboxer_base::chain(error)),
         };
         Sample {
             runtime: place.handler.clone(),
@@ -389,6 +393,7 @@ impl Runner {
             created_ms: ms(start.stamps.created),
             started_ms: ms(start.stamps.started),
             first_byte_ms: ms(start.stamps.first_byte),
+            first_ping_ms: ms(start.stamps.first_ping),
             outcome,
             failed_at: failed_at.to_owned(),
             error: error.split_whitespace().collect::<Vec<_>>().join(" "),
@@ -398,29 +403,56 @@ impl Runner {
     }
 }
 
-/// Starts a VM, waits for its command's first byte, and kills it.
-async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationToken) -> Start {
-    let memory = recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20);
-    let task = Task {
-        name: name.to_owned(),
-        command: recipe.command.clone(),
-        cpus: vm::DEFAULT_CPUS,
-        memory,
-        resources: None,
-        disks: Vec::new(),
-        forward: None,
+/// Executes the command here, waits for its first byte, and kills it.
+async fn start_native(recipe: &Recipe, cancel: &CancellationToken) -> Start {
+    let mut start = begun();
+    let end = tokio::select! {
+        biased;
+        () = cancel.cancelled() => Err(StartError::Interrupted),
+        end = Process::start(&recipe.command, recipe.timeout) => end.map_err(StartError::Native),
     };
-    let mut start = Start {
+    match end {
+        Ok(process) => start.stamps.first_byte = Some(process.first_byte),
+        Err(error) => start.end = Err(error),
+    }
+    start
+}
+
+/// Returns a start whose request is made now.
+fn begun() -> Start {
+    Start {
         released: Instant::now(),
         stamps: Stamps::default(),
         pod_id: None,
         container_id: None,
         end: Ok(()),
-    };
+    }
+}
+
+/// Returns the VM that a pod of a recipe is compared with.
+pub fn vm_of(recipe: &Recipe, name: &str) -> Task {
+    Task {
+        name: name.to_owned(),
+        command: recipe.command.clone(),
+        cpus: vm::DEFAULT_CPUS,
+        memory: recipe.memory_mib.map_or(vm::DEFAULT_MEMORY, |mib| mib << 20),
+        resources: None,
+        disks: Vec::new(),
+        forward: None,
+        ping: true,
+    }
+}
+
+/// Starts a VM, waits for its command's first byte and the first answered ping, and kills it.
+async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationToken) -> Start {
+    let task = vm_of(recipe, name);
+    let mut start = begun();
     let attempt = async {
         let running = vm.start(&task)?;
-        let took = running.first_byte(recipe.timeout).await?;
-        Ok((running.spawned + took).saturating_duration_since(start.released))
+        let since = |took: Duration| (running.spawned + took).saturating_duration_since(start.released);
+        let first_byte = since(running.first_byte(recipe.timeout).await?);
+        // The network may be up later. Without an answer the start has no such mark, and is none the worse.
+        Ok((first_byte, running.first_ping(PING_TIMEOUT.min(recipe.timeout)).await.map(since)))
     };
     let end = tokio::select! {
         biased;
@@ -428,7 +460,10 @@ async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationTok
         end = attempt => end.map_err(StartError::Vm),
     };
     match end {
-        Ok(took) => start.stamps.first_byte = Some(took),
+        Ok((first_byte, first_ping)) => {
+            start.stamps.first_byte = Some(first_byte);
+            start.stamps.first_ping = first_ping;
+        }
         Err(error) => start.end = Err(error),
     }
     start

@@ -58,6 +58,7 @@ impl Times {
                 error: String::new(),
                 stages: Default::default(),
                 kvm_exits: None,
+                first_ping_ms: None,
             })
             .collect()
     }

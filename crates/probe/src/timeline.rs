@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::first_byte::{LogWatch, WatchError};
+use crate::native::{NATIVE, NativeError};
 use crate::options::{ContainerOptions, Network, PodOptions, Resources};
 use crate::runtime::{Runtime, RuntimeError};
 use crate::vm::VmError;
@@ -81,6 +82,8 @@ pub struct Stamps {
     pub started: Option<Duration>,
     /// The first byte was in the log.
     pub first_byte: Option<Duration>,
+    /// A VM of the series `vm` answered its first ping.
+    pub first_ping: Option<Duration>,
 }
 
 /// Result of a start.
@@ -121,6 +124,9 @@ pub enum StartError {
     /// A VM of the series `vm` failed.
     #[error(transparent)]
     Vm(VmError),
+    /// A process of the series `native` failed.
+    #[error(transparent)]
+    Native(NativeError),
     /// The first output is not on stdout: the command did not run.
     #[error("the container's first log line is not on stdout: {0}")]
     NotItsOutput(String),
@@ -137,6 +143,7 @@ impl StartError {
             StartError::Timeout { step, .. } => step,
             StartError::Interrupted => "interrupted",
             StartError::Vm(_) => "vm",
+            StartError::Native(_) => NATIVE,
             StartError::Watch(_) | StartError::NotItsOutput(_) => "first byte",
         }
     }

@@ -11,7 +11,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use double::{Behaviour, Double, Ended, IMAGE, Tool};
+use sandboxer_probe::attribution::Role;
 use sandboxer_probe::measure::{self, Bench, MeasureError};
+use sandboxer_probe::memory::Sweep;
+use sandboxer_probe::native::NATIVE;
 use sandboxer_probe::options::{Network, Resources};
 use sandboxer_probe::sample::Sample;
 use sandboxer_probe::startup::{self, PlanError};
@@ -101,6 +104,7 @@ fn task() -> Task {
         resources: Some(Resources { cpu_quota: 100_000, cpu_period: 100_000, ..Resources::default() }),
         disks: Vec::new(),
         forward: None,
+        ping: false,
     }
 }
 
@@ -246,8 +250,52 @@ async fn start_up_of_vms_alternates_with_that_of_containers() {
     assert!(series.summary.p50_ms.unwrap() >= 50.0);
     assert!(report.ratios.iter().any(|ratio| [&*ratio.a, &*ratio.b].contains(&VM)));
     assert!(report.manifest.is_emulated(VM) && !report.manifest.is_emulated("runc"));
+    // The double has no network card.
     assert!(report.not_measured.contains_key("series.vm.first_ping"));
     assert!(report.notes.iter().any(|note| note.contains("not started in groups")), "{:?}", report.notes);
+    assert!(!alive(made.pid()));
+}
+
+#[tokio::test]
+async fn processes_of_this_host_alternate_with_containers_and_need_no_handler() {
+    let double = Double::serve([("runc", Behaviour::default())]);
+    let bench = Bench::open(&double.endpoint(), None).unwrap();
+    let mut plan = startup_plan(&[NATIVE, "runc"], None, 3);
+    let never = CancellationToken::new();
+    let (report, samples) = bench.startup(&plan, None, &never, &mut |_| ()).await.unwrap();
+    assert_eq!(samples.len() as u64, plan.pods());
+    assert!(samples[..8].chunks(2).all(|pair| pair[0].runtime == NATIVE));
+    let series = report.series.iter().find(|series| series.runtime == NATIVE).unwrap();
+    assert_eq!((series.summary.n, series.summary.failures), (3, 0));
+    assert!(report.manifest.runtimes.contains_key(NATIVE));
+    plan.recipe.command = vec!["/no/such/program".into()];
+    let (_, samples) = bench.startup(&plan, None, &never, &mut |_| ()).await.unwrap();
+    let mut failed = samples.iter().filter(|sample| sample.runtime == NATIVE);
+    assert!(failed.all(|sample| sample.failed_at == NATIVE && sample.error.contains("No such file")));
+}
+
+#[tokio::test]
+async fn memory_of_vms_and_processes_is_counted_by_their_numbers() {
+    let made = vmm("begun\nframe o $at/facts\nexec sleep 60\n");
+    let double = Double::serve([("runc", Behaviour::default())]);
+    let bench = Bench::open(&double.endpoint(), None).unwrap();
+    let sweep = Sweep {
+        runtimes: [VM, NATIVE].map(str::to_owned).into(),
+        counts: vec![1, 2],
+        repeat: 1,
+        recipe: measure::recipe(IMAGE, Network::Pod, LIMIT),
+        vm: Some(made.vm.clone()),
+    };
+    let never = CancellationToken::new();
+    let (report, points) = bench.memory(&sweep, None, &never, &mut |_| ()).await.unwrap();
+    assert_eq!(report.partial_reason, None);
+    for (name, role) in [(VM, Role::Vmm), (NATIVE, Role::Workload)] {
+        let of: Vec<_> = points.iter().filter(|point| point.runtime == name).collect();
+        assert_eq!(of.iter().map(|point| point.ledger.pods).collect::<Vec<_>>(), [1, 2]);
+        assert!(of[1].ledger.role(role) > of[0].ledger.role(role) && of[0].ledger.role(role) > 0, "{of:?}");
+        assert!(report.manifest.runtimes.contains_key(name));
+    }
+    assert!(double.truth(|truth| truth.runs.is_empty()));
     assert!(!alive(made.pid()));
 }
 

@@ -201,7 +201,8 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
     }
     drop(samples);
 
-    let sweep = Sweep { runtimes, counts: args.sweep.clone(), repeat: 1, recipe: args.target.recipe() };
+    let sweep =
+        Sweep { runtimes, counts: args.sweep.clone(), repeat: 1, recipe: args.target.recipe(), vm: None };
     let mut store = output.map(|dir| Store::create(&dir.join("memory"))).transpose()?;
     let (report, _) = bench.memory(&sweep, store.as_mut(), cancel, &mut |_| ()).await?;
     heading("memory")?;

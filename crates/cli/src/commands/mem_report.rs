@@ -7,27 +7,34 @@ use anyhow::{Context, Result, bail};
 use sandboxer_probe::{
     ledger,
     memory::{FULL_REPEAT, Sweep},
+    native::NATIVE,
     report, runtime_class,
     store::Store,
+    vm::VM,
 };
 
 use super::target::Target;
-use super::{interrupt, startup, tables};
+use super::{interrupt, startup, tables, vm};
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli mem-report                               the pods that run now
   sandboxer-cli mem-report --sweep 1,5,10 --repeat 1
+  sandboxer-cli mem-report --sweep 1,5 --runtime runc --runtime vm --vm-image \"$(scripts/bench-vm.sh)\"
   sandboxer-cli mem-report --sweep --runtimeclass        for kubectl apply -f -";
 
 /// Measure the memory of pods by role: of the running pods, or of pods started in a sweep of counts
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler; repeat to compare several
+    /// Runtime handler; with --sweep also "native" for the command as a process of this host, or "vm" for conventional VMs; repeat
+    /// to compare several
     #[arg(long = "runtime")]
     runtimes: Vec<String>,
+    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    #[arg(long, value_name = "FILE", requires = "sweep")]
+    vm_image: Option<PathBuf>,
     /// Start pods up to each of these counts and measure there: e.g. 1,5,10,20,30,50
     #[arg(long, value_delimiter = ',', num_args = 0..=1, default_missing_value = "1,5,10,20,30,50")]
     sweep: Vec<u32>,
@@ -58,9 +65,20 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     if counts.first() == Some(&0) || args.repeat == 0 {
         bail!("a sweep needs counts of at least 1 and at least one repetition");
     }
+    if let Some(own) =
+        args.runtimes.iter().find(|name| args.runtimeclass && [VM, NATIVE].contains(&name.as_str()))
+    {
+        bail!("{own} is no runtime handler: leave out --runtimeclass");
+    }
     let bench = args.target.open(global)?;
     let runtimes = if args.runtimes.is_empty() { vec!["sandboxer".into()] } else { args.runtimes.clone() };
-    let sweep = Sweep { runtimes, counts, repeat: args.repeat, recipe: args.target.recipe() };
+    let sweep = Sweep {
+        runtimes,
+        counts,
+        repeat: args.repeat,
+        recipe: args.target.recipe(),
+        vm: vm::of(args.vm_image.as_ref(), None),
+    };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
     let bar = startup::bar(u64::from(sweep.repeat) * (sweep.counts.len() * sweep.runtimes.len()) as u64);

@@ -21,15 +21,15 @@ Examples:
   sandboxer-cli startup --serial 10 --parallel 0
   sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
   sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .
-  sandboxer-cli startup --runtime runc --runtime vm --vm-image \"$(scripts/bench-vm.sh)\" --serial 10 --parallel 0
+  sandboxer-cli startup --runtime native --runtime runc --runtime vm --vm-image \"$(scripts/bench-vm.sh)\" --serial 10 --parallel 0
   sandboxer-cli startup --kubeconfig ~/.kube/config --runtime-class sandboxer --runtime-class runc";
 
 /// Measure how fast pods start on any runtimes, which alternate
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler, or "vm" for a conventional VM (QEMU's machine q35, Debian's kernel, systemd); repeat to compare several:
-    /// they alternate
+    /// Runtime handler, "native" for the command as a process of this host, or "vm" for a conventional VM (QEMU's machine q35,
+    /// Debian's kernel, systemd); repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
     /// Serial starts (one after the other), per runtime [default: 500, of a cluster 30]

@@ -119,6 +119,7 @@ fn virtual_run(dir: &Path, handler: &str, create_ms: f64) {
         error: String::new(),
         stages: stages.iter().copied().collect(),
         kvm_exits: None,
+        first_ping_ms: None,
     };
     let stages = [(Stage::AgentReady, 6.0), (Stage::ContainerCreate, create_ms)];
     let samples: Vec<Sample> = (0..5)

@@ -21,6 +21,7 @@ fn result(runtime: &str, count: u32) -> Loaded {
         error: String::new(),
         stages: Default::default(),
         kvm_exits: None,
+        first_ping_ms: None,
     };
     let samples: Vec<Sample> = (0..count).map(sample).collect();
     let mut report = Report::new(Manifest::default());

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use super::ping::GUEST_MAC;
 use super::{Accelerator, Image};
 
 /// Memory for translated code of an emulated guest, MiB. QEMU's default is 1 GiB.
@@ -45,6 +46,8 @@ pub struct Machine<'a> {
     pub disks: Vec<Disk>,
     /// A port for clients of a server.
     pub forward: Option<Forward>,
+    /// Socket of the only other station on its network; without one it has QEMU's user-mode network.
+    pub station: Option<PathBuf>,
 }
 
 impl Machine<'_> {
@@ -77,8 +80,15 @@ impl Machine<'_> {
             let rule = |of: &Forward| format!(",hostfwd={kind}:{}:{}-:{}", of.address, of.port, of.port);
             self.forward.as_ref().map(rule).unwrap_or_default()
         };
-        add("-netdev", format!("user,id=net{}{}", forwarded("tcp"), forwarded("udp")).into());
-        add("-device", "virtio-net-pci,netdev=net".into());
+        add(
+            "-netdev",
+            match &self.station {
+                Some(socket) => with_path("stream,id=net,server=off,addr.type=unix,addr.path=", socket),
+                None => format!("user,id=net{}{}", forwarded("tcp"), forwarded("udp")).into(),
+            },
+        );
+        let mac = GUEST_MAC.map(|byte| format!("{byte:02x}")).join(":");
+        add("-device", format!("virtio-net-pci,netdev=net,mac={mac}").into());
         add("-device", "virtio-serial-pci".into());
         add("-chardev", "socket,id=bench,fd=0".into());
         add("-device", "virtserialport,chardev=bench,name=bench".into());
@@ -90,10 +100,15 @@ impl Machine<'_> {
     }
 }
 
-/// Returns the value of `-drive`; a comma in a path is written twice.
+/// Returns the value of `-drive`.
 fn drive(id: &str, options: &str, path: &Path) -> OsString {
+    with_path(&format!("if=none,id={id},format=raw,{options},file="), path)
+}
+
+/// Returns an option that ends with a path; a comma in a path is written twice.
+fn with_path(option: &str, path: &Path) -> OsString {
     use std::os::unix::ffi::{OsStrExt, OsStringExt};
-    let mut value = format!("if=none,id={id},format=raw,{options},file=").into_bytes();
+    let mut value = option.as_bytes().to_vec();
     for byte in path.as_os_str().as_bytes() {
         value.extend(std::iter::repeat_n(*byte, if *byte == b',' { 2 } else { 1 }));
     }
@@ -109,10 +124,26 @@ mod tests {
     use super::*;
 
     fn line(kvm: bool, disks: Vec<Disk>, forward: Option<Forward>) -> String {
+        with_station(kvm, disks, forward, None)
+    }
+
+    fn with_station(
+        kvm: bool,
+        disks: Vec<Disk>,
+        forward: Option<Forward>,
+        station: Option<PathBuf>,
+    ) -> String {
         let image = Image::of(Path::new("/images/a,b/disk.raw"));
         let accelerator = Accelerator { kvm, reason: String::new() };
-        let machine =
-            Machine { image: &image, accelerator: &accelerator, cpus: 2, memory: 768 << 20, disks, forward };
+        let machine = Machine {
+            image: &image,
+            accelerator: &accelerator,
+            cpus: 2,
+            memory: 768 << 20,
+            disks,
+            forward,
+            station,
+        };
         machine.arguments().join(" ".as_ref()).into_string().unwrap()
     }
 
@@ -131,6 +162,14 @@ mod tests {
             "{line}"
         );
         assert!(!line.contains("hostfwd"), "{line}");
+    }
+
+    #[test]
+    fn a_vm_that_is_pinged_has_a_network_of_its_own() {
+        let line = with_station(true, Vec::new(), None, Some("/v,m/net".into()));
+        let network = "-netdev stream,id=net,server=off,addr.type=unix,addr.path=/v,,m/net";
+        assert!(line.contains(network) && !line.contains("-netdev user"), "{line}");
+        assert!(line.contains("-device virtio-net-pci,netdev=net,mac=52:54:00:12:34:56"), "{line}");
     }
 
     #[test]

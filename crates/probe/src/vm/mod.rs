@@ -4,6 +4,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`arguments`] | QEMU's command line |
+//! | [`ping`] | the first answered ping |
 //! | [`port`] | what the guest sends: output and exit code |
 //! | [`process`] | a VM from its start to its end |
 
@@ -14,6 +15,7 @@ use serde_json::{Value, json};
 use crate::manifest::Facts;
 
 pub mod arguments;
+pub mod ping;
 pub mod port;
 pub mod process;
 
@@ -21,8 +23,6 @@ pub mod process;
 pub const VM: &str = "vm";
 /// The VMM.
 const QEMU: &str = "qemu-system-x86_64";
-/// Why no row has the time to the first answered ping.
-pub const NO_PING: &str = "QEMU's user-mode network passes no ping to the guest; that needs a tap device";
 /// Memory of the VMM itself, bytes: its control group's limit is the guest's memory and this.
 pub const VMM_MEMORY: u64 = 512 << 20;
 /// Processors of a VM whose size no option names.
@@ -142,7 +142,7 @@ impl Vm {
     /// Returns its properties for a result.
     pub fn facts(&self, cpus: u32, memory: u64) -> Facts {
         let accelerator = if self.accelerator.kvm { "kvm" } else { "tcg" };
-        let facts: [(&str, Value); 12] = [
+        let facts: [(&str, Value); 11] = [
             ("type", json!("conventional VM: QEMU, machine q35, SeaBIOS, Debian's kernel, systemd")),
             ("accelerator", json!(accelerator)),
             ("accelerator_reason", json!(self.accelerator.reason)),
@@ -157,7 +157,6 @@ impl Vm {
             ("memory_limit_of_vmm_bytes", json!(memory + VMM_MEMORY)),
             ("network", json!("QEMU's user-mode network; one port of this host is forwarded to a server")),
             ("address_of_servers", json!(self.address)),
-            ("first_ping", json!(format!("not measured: {NO_PING}"))),
         ];
         facts.map(|(name, fact)| (name.to_owned(), fact)).into()
     }
@@ -191,6 +190,5 @@ mod tests {
         assert!(vm.remark().unwrap().ends_with(": no /dev/kvm"));
         let on_kvm = Vm { accelerator: Accelerator { kvm: true, reason: String::new() }, ..vm };
         assert_eq!(on_kvm.remark(), None);
-        assert!(facts["first_ping"].as_str().unwrap().starts_with("not measured"));
     }
 }

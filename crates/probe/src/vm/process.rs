@@ -17,6 +17,7 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use super::arguments::{Disk, Forward, Machine};
+use super::ping::Pinger;
 use super::port::Output;
 use super::{VMM_MEMORY, Vm, VmError};
 use crate::options::Resources;
@@ -47,6 +48,8 @@ pub struct Task {
     pub disks: Vec<Disk>,
     /// A port that this host forwards to the command.
     pub forward: Option<Forward>,
+    /// Whether it is pinged: it has no other network then.
+    pub ping: bool,
 }
 
 /// A VM. Dropping it kills QEMU.
@@ -55,10 +58,12 @@ pub struct RunningVm {
     /// When QEMU was spawned.
     pub spawned: Instant,
     vmm: OwnedFd,
+    pid: Pid,
     state: watch::Receiver<State>,
     console: Console,
     reader: Option<JoinHandle<()>>,
     groups: Option<Groups>,
+    pinger: Option<Pinger>,
     // Removed last.
     _dir: tempfile::TempDir,
 }
@@ -98,6 +103,9 @@ impl Vm {
         let host = |action| move |error: io::Error| VmError::Host { action, reason: error.to_string() };
         let dir = tempfile::Builder::new().prefix("sandboxer-vm-").tempdir();
         let dir = dir.map_err(host("create a directory for a VM"))?;
+        let station = task.ping.then(|| dir.path().join("net"));
+        let pinger = station.as_deref().map(Pinger::listen).transpose();
+        let pinger = pinger.map_err(host("create the socket of a VM's network"))?;
         let mut machine = Machine {
             image: &self.image,
             accelerator: &self.accelerator,
@@ -111,6 +119,7 @@ impl Vm {
                 read_only: true,
             }],
             forward: task.forward.clone(),
+            station,
         };
         machine.disks.extend(task.disks.iter().cloned());
         let limits = task.resources.map(|limits| Resources {
@@ -136,13 +145,13 @@ impl Vm {
         };
         let spawned = Instant::now();
         let vmm = from.recv().unwrap_or_else(|_| Err(io::Error::other("its thread ended")));
-        let vmm = vmm.map_err(host("start QEMU with setpriv"))?;
+        let (vmm, pid) = vmm.map_err(host("start QEMU with setpriv"))?;
         let (states, state) = watch::channel(State::default());
         let reader = {
             let console = console.clone();
             std::thread::spawn(move || read(ours, &states, supervisor, &console))
         };
-        Ok(RunningVm { spawned, vmm, state, console, reader: Some(reader), groups, _dir: dir })
+        Ok(RunningVm { spawned, vmm, pid, state, console, reader: Some(reader), groups, pinger, _dir: dir })
     }
 }
 
@@ -161,7 +170,7 @@ fn command_disk(path: PathBuf, command: &[String]) -> io::Result<PathBuf> {
 fn supervise(
     mut command: Command,
     groups: &[PathBuf],
-    started: &mpsc::SyncSender<io::Result<OwnedFd>>,
+    started: &mpsc::SyncSender<io::Result<(OwnedFd, Pid)>>,
     from: PipeReader,
     console: &Console,
 ) -> String {
@@ -185,14 +194,14 @@ fn supervise(
     child.wait().map_or_else(|error| error.to_string(), |status| status.to_string())
 }
 
-/// Moves a process that has just begun into the groups; its threads begin later. Returns its descriptor.
-fn limited(child: &Child, groups: &[PathBuf]) -> io::Result<OwnedFd> {
+/// Moves a process that has just begun into the groups; its threads begin later. Returns its descriptor and its number.
+fn limited(child: &Child, groups: &[PathBuf]) -> io::Result<(OwnedFd, Pid)> {
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or_else(|| io::Error::other("its process has no number"))?;
     for group in groups {
         fs::write(group.join("cgroup.procs"), pid.as_raw_nonzero().to_string())?;
     }
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+    Ok((pidfd_open(pid, PidfdFlags::empty())?, pid))
 }
 
 /// Reads the guest's frames until it sends garbage or QEMU ends, then waits for QEMU's end.
@@ -236,6 +245,13 @@ impl RunningVm {
         self.seen(limit, |output| output.first_byte).await
     }
 
+    /// Waits for the first answered ping; returns how long it took, from the spawn of QEMU on. `None` without an answer, and if
+    /// QEMU has no card for it yet.
+    pub async fn first_ping(&self, limit: Duration) -> Option<Duration> {
+        let answered = self.pinger.as_ref()?.answered(limit).await?;
+        Some(answered.saturating_duration_since(self.spawned))
+    }
+
     async fn seen(
         &self,
         limit: Duration,
@@ -250,6 +266,11 @@ impl RunningVm {
             (None, Some(error)) => Err(error.clone()),
             (None, None) => Err(timeout()),
         }
+    }
+
+    /// Returns QEMU's number.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
     }
 
     /// Returns the command's exit code if it has ended.

@@ -242,6 +242,7 @@ impl Starter {
             resources: spec.resources,
             disks: spec.disks.clone(),
             forward,
+            ping: false,
         };
         let attempt = async {
             let running = vm.start(&task)?;

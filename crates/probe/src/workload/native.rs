@@ -15,9 +15,8 @@ use super::container::Spec;
 use super::definition::Image;
 use super::group::Groups;
 use super::log::{self, Printed};
+pub use crate::native::NATIVE;
 
-/// Name of the series, in place of a handler's.
-pub const NATIVE: &str = "native";
 /// The helper in the image.
 const HELPER: &str = "usr/bin/bench-helper";
 

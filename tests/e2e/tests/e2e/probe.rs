@@ -114,7 +114,8 @@ fn shell(script: &str) -> Result<String> {
 async fn a_sweep_whose_pods_are_removed_has_no_figure(case: Case) -> Result<()> {
     let (bench, recipe) = bench(&case)?;
     let run = recipe.run.clone();
-    let sweep = Sweep { runtimes: vec![case.handler.to_owned()], counts: vec![1, 2], repeat: 1, recipe };
+    let sweep =
+        Sweep { runtimes: vec![case.handler.to_owned()], counts: vec![1, 2], repeat: 1, recipe, vm: None };
     let (never, mut progress) = (CancellationToken::new(), |_: &memory::Point| {});
     let measured = memory::sweep(&bench.runtime, &bench.watch, None, &sweep, &never, &mut progress);
     let remove = async {

@@ -146,6 +146,9 @@ fn startup_notes(out: &mut String, report: &Report) {
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         let _ = writeln!(out, "- {} over its VM alone: medians {over}", cell(&bare.like));
     }
+    for ping in report.series.iter().filter_map(|series| series.first_ping(report.clock)) {
+        let _ = writeln!(out, "- {}", cell(&ping));
+    }
     for (why, what) in report.absent() {
         let of: Vec<&str> = what.iter().filter_map(|name| name.strip_suffix(".kvm_exits")).collect();
         if !of.is_empty() {
@@ -309,6 +312,23 @@ mod tests {
             text.contains("- KVM exits not measured, because no row has KVM exits: runc.serial\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn first_pings_of_vms_are_below_the_table_of_starts() {
+        let mut of = result("vm", &[Mode::Serial]);
+        let pings = |of: &Loaded| {
+            let mut report = Report::new(Manifest::default());
+            report.add_startup(&["vm".to_owned()], &of.samples, &[]);
+            report
+        };
+        assert!(pings(&of).not_measured.contains_key("series.vm.first_ping"));
+        of.samples.iter_mut().zip(9000..).for_each(|(sample, ms)| sample.first_ping_ms = Some(f64::from(ms)));
+        let report = pings(&of);
+        // The tenth start failed.
+        let ping = "vm: the first ping was answered after 9004 ms (median of 9; 9000 to 9008)";
+        assert!(report.notes.iter().any(|note| note == ping), "{:?}", report.notes);
+        assert!(tables(&[Loaded { report, ..of }]).contains(&format!("- {ping}\n")));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::memory::{self, Point, Sweep};
 use crate::native::NATIVE;
 use crate::options::Network;
 use crate::overhead;
-use crate::report::{FIRST_PING, Report};
+use crate::report::Report;
 use crate::runtime::{Runtime, RuntimeError};
 use crate::sample::Sample;
 use crate::startup::{self, Plan, PlanError};
@@ -141,7 +141,6 @@ impl Bench {
                 .await;
         report.manifest.add_vms(run.vms);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
-        explain_pings(&mut report);
         report.explain_exits(&run.no_exits);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
@@ -278,22 +277,6 @@ fn add_own(report: &mut Report, plan: &Plan) -> Result<(), PlanError> {
         runtimes.insert(NATIVE.into(), [("type".to_owned(), what)].into());
     }
     Ok(())
-}
-
-/// Adds when VMs of the series `vm` answered their first ping, or that none did.
-fn explain_pings(report: &mut Report) {
-    let Some(of_vm) = report.series.iter().find(|series| series.runtime == VM) else { return };
-    let pings = of_vm.steps.get(FIRST_PING);
-    match pings.and_then(|pings| Some((pings.n, pings.min_ms?, pings.p50_ms?, pings.max_ms?))) {
-        Some((n, min, p50, max)) => report.notes.push(format!(
-            "{VM}: the first ping was answered after {p50:.0} {} (median of {n}; {min:.0} to {max:.0})",
-            report.clock.ms()
-        )),
-        None => {
-            let why = "no VM with a first byte answered a ping in time";
-            report.not_measured.insert(format!("series.{VM}.{FIRST_PING}"), why.into());
-        }
-    }
 }
 
 fn startup_facts(plan: &Plan) -> Facts {

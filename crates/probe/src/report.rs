@@ -15,6 +15,7 @@ use crate::ratio::Ratio;
 use crate::sample::{Mode, Sample};
 use crate::startup::{Batch, FULL_SERIAL};
 use crate::summary::Summary;
+use crate::vm::VM;
 
 mod memory;
 
@@ -181,6 +182,7 @@ impl Report {
         let serial = self.series.iter().filter(|series| series.mode == Mode::Serial);
         self.quick = serial.map(|series| series.summary.n).min().is_some_and(|n| n < FULL_SERIAL as usize);
         self.notes.extend(reasons(samples));
+        self.explain_pings();
         for series in &self.series {
             if series.stages.is_empty() {
                 let why = match series.summary.p50_ms {
@@ -192,6 +194,18 @@ impl Report {
             }
             if series.kvm_exits.is_none() {
                 self.not_measured.insert(series.exits_name(), "no row has KVM exits".into());
+            }
+        }
+    }
+
+    /// Adds when VMs of the series `vm` answered their first ping, or that none did.
+    fn explain_pings(&mut self) {
+        let Some(of_vm) = self.series.iter().find(|series| series.runtime == VM) else { return };
+        match of_vm.first_ping(self.clock) {
+            Some(note) => self.notes.push(note),
+            None => {
+                let why = "no VM with a first byte answered a ping in time";
+                self.not_measured.insert(format!("series.{VM}.{FIRST_PING}"), why.into());
             }
         }
     }
@@ -363,6 +377,18 @@ impl Series {
 }
 
 impl Series {
+    /// Returns when its VMs answered their first ping, as a sentence.
+    pub fn first_ping(&self, clock: Clock) -> Option<String> {
+        let pings = self.steps.get(FIRST_PING)?;
+        let (min, p50, max) = (pings.min_ms?, pings.p50_ms?, pings.max_ms?);
+        Some(format!(
+            "{}: the first ping was answered after {p50:.0} {} (median of {}; {min:.0} to {max:.0})",
+            self.runtime,
+            clock.ms(),
+            pings.n
+        ))
+    }
+
     /// Returns the key of its exits in `not_measured`.
     pub fn exits_name(&self) -> String {
         format!("series.{}.{}.kvm_exits", self.runtime, self.mode)

@@ -65,6 +65,7 @@ impl Host {
             run_dir,
             vcpus: 1,
             memory_mib: 128,
+            huge_pages: false,
             growth_mib: 0,
             growth_vcpus: 0,
             nics: 0,

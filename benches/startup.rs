@@ -205,6 +205,7 @@ fn page(c: &mut Criterion) {
         started_ms: Some(120.0),
         // Spread over 100 ms, no two alike.
         first_byte_ms: Some(100.0 + f64::from(number * 7919 % 10_000) / 100.0),
+        first_ping_ms: None,
         outcome: if number % 100 == 99 { Outcome::Failed } else { Outcome::Ok },
         failed_at: String::new(),
         error: String::new(),

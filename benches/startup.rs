@@ -215,7 +215,6 @@ fn page(c: &mut Criterion) {
             .map(|stage| (stage, 9.0))
             .collect(),
         kvm_exits: None,
-        first_ping_ms: None,
     };
     let samples: Vec<Sample> = (0..10_000).map(sample).collect();
     let runtimes = ["a".to_owned(), "b".to_owned()];

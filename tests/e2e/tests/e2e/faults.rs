@@ -103,7 +103,8 @@ impl<'a> Seen<'a> {
 
 /// Waits until the pool is as full as it gets, so that what the daemon holds can be compared.
 pub async fn settled(case: &Case) -> Result<()> {
-    eventually("the pool to be full", PATIENCE, || async {
+    // On a busy host without KVM, a template and its copies take longer than what others wait for.
+    eventually("the pool to be full", PATIENCE * 4, || async {
         Ok((case.stack.waiting()?.len() >= 2).then_some(()))
     })
     .await?;

@@ -67,6 +67,9 @@ guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), 
 build: deps ## build the daemon, CLI, shim and share server into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
 
+# In this order: the kernel takes longer than the programs alone, and its end leaves a processor without work.
+programs: build agent
+
 build-failing: build ## also build the daemon with failpoints, at which tests kill it
 	cargo build --release -p sandboxer --bin sandboxer-failing --features failpoints
 
@@ -117,7 +120,7 @@ down: ## stop that stack and remove all of it
 	@scripts/stack.sh down $(STACK)
 
 demo: deps ## show and measure five pods, each in its microVM; leaves nothing behind
-	@scripts/side-by-side.sh build kernel tools
+	@scripts/side-by-side.sh programs kernel tools
 	@$(MAKE) guest-image
 	@scripts/demo.sh
 

@@ -3,16 +3,17 @@
 use sandboxer_process::cgroup::Bounds;
 
 use super::{DaemonState, placer::Placement, pool::Warm, spec::PodSpec, stop, undo::Undo};
-use crate::{error::PodError, template::Shape};
+use crate::{error::PodError, template::Kind};
 
 /// Why a pod cannot be placed.
 pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
 /// Takes a place for the pod's VM.
-pub fn take(node: &DaemonState, spec: &PodSpec, shape: Shape) -> Placement {
+pub fn take(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Placement, PodError> {
+    check_huge_pages(node, spec, kind)?;
     let seat = match spec.huge_pages {
-        true => node.placer.seat_in_huge_pages(shape),
-        false => node.placer.seat(shape),
+        true => node.placer.seat_in_huge_pages(kind.shape),
+        false => node.placer.seat(kind.shape),
     };
     let placement = match seat {
         Ok(_) if node.cgroups.of(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
@@ -22,7 +23,21 @@ pub fn take(node: &DaemonState, spec: &PodSpec, shape: Shape) -> Placement {
     if placement.seat.is_none() && !placement.reason.is_empty() {
         tracing::info!(pod = %spec.id, reason = placement.reason, "the pod is not placed on a NUMA node");
     }
-    placement
+    Ok(placement)
+}
+
+/// Refuses a pod in huge pages with a VMM that cannot reserve them.
+fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<(), PodError> {
+    let vmm = node.vmms.get(kind.vmm);
+    if !spec.huge_pages || vmm.has_huge_pages() {
+        return Ok(());
+    }
+    Err(PodError::Unsupported(format!(
+        "pod {}: its memory cannot be in huge pages with VMM {}, which does not reserve them: name QEMU or Cloud Hypervisor in \
+         [handlers]",
+        spec.id,
+        vmm.info().name
+    )))
 }
 
 /// Returns the placement of a pod that gets a VM of the pool, which has memory on its node already.

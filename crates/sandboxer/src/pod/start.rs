@@ -135,9 +135,8 @@ pub async fn start(
     // Check before anything is created.
     let host_ports = host_ports::listen(&node.front, spec)?;
     let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
-    check_huge_pages(node, spec, kind)?;
+    let placement = place::take(node, spec, kind)?;
     let deadline = Instant::now() + node.config.vm.boot_timeout;
-    let placement = place::take(node, spec, kind.shape);
     let interfaces = &interfaces;
     let mut start = Start { node, spec, kind, interfaces, key, stages, placement, deadline, boots: BOOTS };
     let mut start_path = spec.start_path;
@@ -179,20 +178,6 @@ fn vmm(node: &DaemonState, spec: &PodSpec) -> Result<VmmKey, PodError> {
             spec.vmm.map_or("", VmmName::as_str)
         ),
     })
-}
-
-/// Refuses a pod in huge pages with a VMM that cannot reserve them.
-fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<(), PodError> {
-    let vmm = node.vmms.get(kind.vmm);
-    if !spec.huge_pages || vmm.has_huge_pages() {
-        return Ok(());
-    }
-    Err(PodError::Unsupported(format!(
-        "pod {}: its memory cannot be in huge pages with VMM {}, which does not reserve them: name QEMU or Cloud Hypervisor in \
-         [handlers]",
-        spec.id,
-        vmm.info().name
-    )))
 }
 
 /// Returns the pod's network interfaces.

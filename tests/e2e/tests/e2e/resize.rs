@@ -36,6 +36,10 @@ const TIMES: usize = 30;
 /// How often it gives back memory that was used: that takes longer.
 const SHRINKS: usize = 10;
 
+/// Most MiB that a guest of 256 MiB keeps after it had 1024 more: of each four blocks of 128 MiB beyond three times its first memory, its
+/// kernel uses one for itself.
+const KERNELS: u64 = 128;
+
 /// vCPUs of a pod's VM at its start and the most that it can get here, and the limit that needs these, thousandths of a CPU.
 const FEW: u64 = 1;
 const MANY: u64 = 4;
@@ -288,7 +292,8 @@ async fn resize_often(case: &Case, count: usize) -> Result<()> {
     for (pod, container, mib) in &pods {
         case.cri.update(&container.id, both(SMALL, FEW_MILLIS)).await?;
         case.cri.update_pod(&pod.id, both(SMALL, FEW_MILLIS)).await?;
-        shrinks_to(container, *mib).await?;
+        let kept = shrinks_to_nearly(container, *mib).await?;
+        println!("a guest of {mib} MiB kept {kept} MiB of what it had got");
         gives_vcpus_up(container).await?;
         ensure!(pod.ready().await?, "pod {} is not ready any more", pod.id);
     }
@@ -368,6 +373,14 @@ async fn uses_and_frees(container: &Container, vmm: Pid) -> Result<u64> {
 /// Returns the memory of the guest, MiB.
 async fn total_mib(container: &Container) -> Result<u64> {
     Ok(container.sh("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo").await?.parse()?)
+}
+
+/// Waits until a guest has given back all but what its kernel keeps of the memory that it onlined for itself, and returns that.
+async fn shrinks_to_nearly(container: &Container, mib: u64) -> Result<u64> {
+    eventually(&format!("a guest of {mib} MiB, and at most {KERNELS} more"), PATIENCE, || async {
+        Ok(total_mib(container).await?.checked_sub(mib).filter(|more| *more <= KERNELS))
+    })
+    .await
 }
 
 /// Returns the memory that a container uses, MiB.

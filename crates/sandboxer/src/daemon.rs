@@ -157,14 +157,17 @@ fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Creates the control group of VMs without a pod, with low priority. If it fails, they are counted elsewhere.
-fn is_made(cgroup: &Cgroup) -> bool {
-    let made = cgroup.make().and_then(|()| cgroup.yield_to_others());
-    if let Err((path, error)) = &made {
+/// Creates the control group of VMs without a pod, with low priority, and in it that of those without a NUMA node, which it returns:
+/// beside groups with processes, a group can have none of its own. If it fails, these VMs are counted elsewhere.
+fn idle_cgroup(cgroups: &Hierarchies, name: &str) -> Option<Cgroup> {
+    let (all, any) = (cgroups.named(name)?, cgroups.named(&format!("{name}/any"))?);
+    let made = all.make().and_then(|()| all.yield_to_others()).and_then(|()| any.make());
+    if let Err((path, error)) = made {
         tracing::warn!(path = %path.display(), %error,
             "cannot create the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
+        return None;
     }
-    made.is_ok()
+    Some(any)
 }
 
 /// Creates the state that all pods of a node share; makes its directories and opens its files.
@@ -188,7 +191,7 @@ pub fn node(
         path: "/proc/self/mountinfo".into(),
         source,
     })?;
-    let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
+    let idle_cgroup = idle_cgroup(&cgroups, &config.vm.idle_cgroup);
     let placer = Placer::new(&config.placement, &cgroups, &config.vm.idle_cgroup);
     let placer = Arc::new(placer.prepare(idle_cgroup.as_ref()));
     let dir = config.state_dir.join("volumes");

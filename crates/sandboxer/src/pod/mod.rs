@@ -85,7 +85,7 @@ pub struct DaemonState {
     pub rootfs: Arc<RootfsStore>,
     /// The hierarchies in which pods' control groups are created.
     pub cgroups: Hierarchies,
-    /// The control group of VMs without a pod. It exists.
+    /// The control group of VMs without a pod and without a NUMA node. It exists.
     pub idle_cgroup: Option<Cgroup>,
     /// Chooses NUMA nodes for VMs.
     pub placer: Arc<Placer>,

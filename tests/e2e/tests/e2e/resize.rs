@@ -3,6 +3,7 @@
 //! `SANDBOXER_E2E_RESIZES` has another number of changes at random than 40.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -39,6 +40,8 @@ const SHRINKS: usize = 10;
 /// Most MiB that a guest of 256 MiB keeps after it had 1024 more: of each four blocks of 128 MiB beyond three times its first memory, its
 /// kernel uses one for itself.
 const KERNELS: u64 = 128;
+/// A guest that has not given back any memory for so long has given back what it can.
+const LAST_CHANGE: Duration = Duration::from_secs(5);
 
 /// vCPUs of a pod's VM at its start and the most that it can get here, and the limit that needs these, thousandths of a CPU.
 const FEW: u64 = 1;
@@ -375,10 +378,15 @@ async fn total_mib(container: &Container) -> Result<u64> {
     Ok(container.sh("awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo").await?.parse()?)
 }
 
-/// Waits until a guest has given back all but what its kernel keeps of the memory that it onlined for itself, and returns that.
+/// Waits until a guest has given back all but what its kernel keeps of the memory that it onlined for itself, and until that does not
+/// change any more. Returns it.
 async fn shrinks_to_nearly(container: &Container, mib: u64) -> Result<u64> {
+    let last = AtomicU64::new(u64::MAX);
     eventually(&format!("a guest of {mib} MiB, and at most {KERNELS} more"), PATIENCE, || async {
-        Ok(total_mib(container).await?.checked_sub(mib).filter(|more| *more <= KERNELS))
+        let kept = total_mib(container).await?.saturating_sub(mib);
+        let settled = last.swap(kept, Ordering::Relaxed) == kept && kept <= KERNELS;
+        tokio::time::sleep(LAST_CHANGE).await;
+        Ok(settled.then_some(kept))
     })
     .await
 }

@@ -199,7 +199,7 @@ async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
         // Another case's pod may take it at any moment.
         let is_counted = |vmm: &Pid| {
             let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
-            groups.is_ok_and(|groups| groups.lines().any(|line| line.ends_with("-idle")))
+            groups.is_ok_and(|groups| groups.lines().any(|line| line.contains("-idle/")))
         };
         Ok(case.stack.waiting()?.iter().any(is_counted).then_some(()))
     })

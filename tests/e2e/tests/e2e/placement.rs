@@ -338,6 +338,8 @@ async fn no_vmm_runs_on_reserved_cpus(case: Case) -> Result<()> {
         cpus => (cpus - 1, format!("0-{}", cpus - 2)),
     };
     let earlier = case.pod().await?;
+    // All, or those of its NUMA node.
+    let before = cpus_of(case.vmm_of(&earlier.id).await?)?;
     let path = case.stack.dir().join("sandboxer/config.toml");
     let config = std::fs::read_to_string(&path)?;
     std::fs::write(
@@ -349,8 +351,14 @@ async fn no_vmm_runs_on_reserved_cpus(case: Case) -> Result<()> {
     std::fs::write(&path, &config)?;
     case.stack.kill_worker()?;
     held?;
-    let all = format!("0-{}", cpus - 1);
-    threads_say(case.vmm_of(&earlier.id).await?, "Cpus_allowed_list", &all).await.context("released again")
+    threads_say(case.vmm_of(&earlier.id).await?, "Cpus_allowed_list", &before).await.context("released again")
+}
+
+/// Returns the CPUs on which a process may run.
+fn cpus_of(pid: Pid) -> Result<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:\t"));
+    Ok(list.context("no Cpus_allowed_list")?.to_owned())
 }
 
 async fn held_to(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {

@@ -67,7 +67,7 @@ guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), 
 build: deps ## build the daemon, CLI, shim and share server into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
 
-# In this order: the kernel takes longer than the programs alone, and its end leaves a processor without work.
+# What cargo builds for the demo, one after the other.
 programs: build agent
 
 build-failing: build ## also build the daemon with failpoints, at which tests kill it

@@ -35,7 +35,7 @@ tools: deps ## build containerd and runc, unpatched, into the cache
 # Generated code has the path of the clone in it, and crates that of cargo's directory: renamed, equal sources give equal bytes anywhere.
 agent: deps
 	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
-	RUSTFLAGS="-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment \
+	RUSTFLAGS="-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment,-z,pack-relative-relocs \
 	--remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=/cargo" \
 	cargo build --release -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
 

@@ -13,6 +13,8 @@ use nix::{
     unistd::{chdir, chroot, execv},
 };
 
+use sandboxer_protocol::boot::TEMPLATE;
+
 use crate::{cgroup, network};
 
 /// Temporary mount point of the new root in the initramfs.
@@ -98,11 +100,12 @@ const fn nodev_noexec() -> MsFlags {
     MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)
 }
 
-/// Moves from the initramfs to a tmpfs and executes the agent there; returns only in the new program.
+/// Moves from the initramfs to a tmpfs. The initramfs root has no parent mount, so `pivot_root` inside a container below it fails with
+/// EINVAL.
 ///
-/// The initramfs root has no parent mount, so `pivot_root` inside a container below it fails with EINVAL. And
-/// a tmpfs can hold the program in huge pages: each process that is forked to create a container then maps it
-/// in three page faults instead of dozens, and unmaps it as fast.
+/// In a template the program moves too and is executed again: this returns only in the new program. A tmpfs can hold it in huge pages:
+/// each process that is forked to create a container then maps it in three page faults instead of dozens, and unmaps it as fast. A VM
+/// that boots for one pod would pay more for the copy than its containers gain.
 pub fn settle() -> Result<(), InitError> {
     let program = OsStr::from_bytes(PROGRAM.to_bytes());
     if env::args_os().next().is_some_and(|name| name == program) {
@@ -112,9 +115,15 @@ pub fn settle() -> Result<(), InitError> {
     mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), MsFlags::empty(), Some("mode=0755,huge=within_size"))
         .map_err(|source| InitError::Mount { path: NEW_ROOT, fstype: "tmpfs", source })?;
     chdir(NEW_ROOT).map_err(InitError::NewRoot)?;
-    move_program(Path::new("agent")).map_err(InitError::Program)?;
+    let is_template = env::var_os(TEMPLATE).is_some();
+    if is_template {
+        move_program(Path::new("agent")).map_err(InitError::Program)?;
+    }
     mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(InitError::NewRoot)?;
     chroot(".").map_err(InitError::NewRoot)?;
+    if !is_template {
+        return Ok(());
+    }
     let Err(error) = execv(PROGRAM, &[PROGRAM]);
     Err(InitError::Program(error.into()))
 }

@@ -152,7 +152,7 @@ pub async fn power_off(shares: &Shares) -> Failure {
 pub fn power_off_now() -> Failure {
     sync();
     let cmdline = fs::read_to_string("/proc/cmdline").unwrap_or_default();
-    let how = match cmdline.split_ascii_whitespace().any(|word| word == RESET_ENDS) {
+    let how = match cmdline.split_ascii_whitespace().any(|word| RESET_ENDS.contains(&word)) {
         true => RebootMode::RB_AUTOBOOT,
         false => RebootMode::RB_POWER_OFF,
     };

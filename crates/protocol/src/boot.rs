@@ -28,9 +28,13 @@ pub const AGENT_VSOCK_PORT: u32 = 1024;
 pub const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=3 panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 \
      rcupdate.rcu_cpu_stall_suppress=1 percpu_alloc=page";
 
-/// The word on a kernel command line that says that the kernel resets the VM by the keyboard controller. A VM of such a
-/// VMM cannot be powered off, but ends when it resets itself.
-pub const RESET_ENDS: &str = "reboot=k";
+/// Words on a kernel command line that say how the kernel resets the VM: by the keyboard controller, or by a triple fault. A VM with one
+/// of them ends when it resets itself; it may lack the device by which it could be powered off.
+pub const RESET_ENDS: [&str; 2] = ["reboot=k", "reboot=t"];
+
+/// Set in the agent's environment if its VM is to be frozen as a template. The kernel passes it on from its command line: it does so with each
+/// word `NAME=VALUE` that it does not know and that has no dot.
+pub const TEMPLATE: &str = "SANDBOXER_TEMPLATE";
 
 /// Returns the initial Ethernet address of network device `nic` of a VM, by which the agent identifies it.
 /// It is locally administered; the guest replaces it with the pod's.
@@ -45,6 +49,8 @@ pub struct BootParams {
     pub link_key: LinkKey,
     /// Filter of the agent's log on the console, as in `RUST_LOG`.
     pub log: Option<String>,
+    /// The VM is to be frozen as a template: see [`TEMPLATE`].
+    pub template: bool,
 }
 
 /// Why a command line has no valid [`BootParams`].
@@ -68,6 +74,7 @@ impl BootParams {
         Ok(Self {
             link_key: LinkKey::from_hex(key).ok_or(InvalidBootParams::BadLinkKey)?,
             log: value_of("sandboxer.log").map(str::to_owned),
+            template: value_of(TEMPLATE).is_some(),
         })
     }
 }
@@ -79,6 +86,9 @@ impl fmt::Display for BootParams {
         if let Some(log) = &self.log {
             write!(f, " sandboxer.log={log}")?;
         }
+        if self.template {
+            write!(f, " {TEMPLATE}=1")?;
+        }
         Ok(())
     }
 }
@@ -89,9 +99,11 @@ mod tests {
 
     #[test]
     fn parameters_survive_the_command_line() {
-        let params = BootParams { link_key: LinkKey::random(), log: Some("info".into()) };
-        let cmdline = format!("console=ttyS0 quiet {params} panic=-1\n");
-        assert_eq!(BootParams::parse(&cmdline), Ok(params));
+        for template in [false, true] {
+            let params = BootParams { link_key: LinkKey::random(), log: Some("info".into()), template };
+            let cmdline = format!("console=ttyS0 quiet {params} panic=-1\n");
+            assert_eq!(BootParams::parse(&cmdline), Ok(params));
+        }
     }
 
     #[test]

@@ -41,7 +41,7 @@ use sandboxer_process::{
     jail::{self, Jail, ROOM},
 };
 use sandboxer_protocol::{
-    boot::{KERNEL_WORDS, RESET_ENDS},
+    boot::KERNEL_WORDS,
     disk_index,
 };
 use tokio::{net::unix::pipe, sync::Mutex, time::Instant};
@@ -404,7 +404,7 @@ fn boot_source(spec: &VmSpec) -> wire::BootSource {
 /// Returns the kernel command line.
 fn kernel_line(spec: &VmSpec) -> String {
     let (hotplug, boot) = (spec.hotplug_words(), &spec.boot);
-    format!("{KERNEL_WORDS} {RESET_ENDS} {} {hotplug}{boot}", disk_index::WORD)
+    format!("{KERNEL_WORDS} reboot=k {} {hotplug}{boot}", disk_index::WORD)
 }
 
 /// Returns the memory that the guest can get while it runs, if any.

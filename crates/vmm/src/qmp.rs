@@ -1,7 +1,7 @@
 //! QEMU's control protocol (QMP), the part that is used here: typed, bounded, with time limits.
 //!
-//! One task owns the socket. Commands carry an id and are answered in any order; if a command's caller has
-//! given up, its late answer is dropped. QEMU runs a hostile guest, so a line over [`connection::MAX_LINE`] ends the
+//! One task owns the socket. QEMU answers commands in their order; if a command's caller has given up, its late answer is
+//! dropped. QEMU runs a hostile guest, so a line over [`connection::MAX_LINE`] ends the
 //! connection.
 
 mod block;
@@ -259,20 +259,18 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(5);
 
-    /// Returns a socket to a QEMU that greets, accepts the first command and then sends `answers`, one per command;
-    /// `ID` in them becomes the command's id.
+    /// Returns a socket to a QEMU that greets, accepts the first command and then sends `answers`, one per command.
     fn qemu(answers: Vec<String>) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         tokio::spawn(async move {
             let (read, mut write) = theirs.into_split();
             let mut commands = BufReader::new(read).lines();
             write.write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n").await.unwrap();
-            for answer in std::iter::once("{\"return\": {}, \"id\": ID}".to_owned()).chain(answers) {
-                let Ok(Some(command)) = commands.next_line().await else {
+            for answer in std::iter::once("{\"return\": {}}".to_owned()).chain(answers) {
+                let Ok(Some(_command)) = commands.next_line().await else {
                     return;
                 };
-                let id = serde_json::from_str::<Value>(&command).unwrap()["id"].to_string();
-                write.write_all(answer.replace("ID", &id).as_bytes()).await.unwrap();
+                write.write_all(answer.as_bytes()).await.unwrap();
                 write.write_all(b"\r\n").await.unwrap();
             }
             std::future::pending::<()>().await;
@@ -289,7 +287,7 @@ mod tests {
     async fn a_refusal_carries_class_and_words_of_bounded_length() {
         let desc = "x".repeat(5000);
         let answer =
-            format!("{{\"id\": ID, \"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
+            format!("{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
         let error = connected(&[&answer]).await.device_add(json!({}), LIMIT).await.unwrap_err();
         assert!(
             matches!(&error, QmpError::Refused { class, reason } if class == "GenericError" && reason.len() == MAX_REASON),
@@ -302,7 +300,7 @@ mod tests {
         // The first command gets no answer; the second gets the first one's, then its own.
         let qmp = connected(&[
             "{\"event\": \"RTC_CHANGE\", \"data\": {\"offset\": 1}}",
-            "{\"return\": {}, \"id\": 1}\r\n{\"id\": ID, \"error\": {\"class\": \"E\", \"desc\": \"no\"}}",
+            "{\"return\": {}}\r\n{\"error\": {\"class\": \"E\", \"desc\": \"no\"}}",
         ])
         .await;
         let error = qmp.blockdev_del("a", Duration::from_millis(50)).await.unwrap_err();
@@ -314,10 +312,10 @@ mod tests {
     #[tokio::test]
     async fn unplugging_waits_for_the_event_of_that_device() {
         let qmp = connected(&[
-            "{\"return\": {}, \"id\": ID}\r\n\
+            "{\"return\": {}}\r\n\
              {\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"other\", \"path\": \"/\"}}\r\n\
              {\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"disk-a\", \"path\": \"/\"}}",
-            "{\"id\": ID, \"error\": {\"class\": \"DeviceNotFound\", \"desc\": \"gone\"}}",
+            "{\"error\": {\"class\": \"DeviceNotFound\", \"desc\": \"gone\"}}",
         ])
         .await;
         qmp.device_del("disk-a", LIMIT).await.unwrap();

@@ -94,7 +94,7 @@ impl VmSpec {
             named_taps: None,
             kernel: config.kernel.clone(),
             initramfs: config.initramfs.clone(),
-            boot: BootParams { link_key, log: config.agent_log.clone() },
+            boot: BootParams { link_key, log: config.agent_log.clone(), template: false },
             huge_pages: false,
             memory_file: None,
             disks: Vec::new(),
@@ -139,7 +139,7 @@ impl VmSpec {
             taps: Vec::new(),
             named_taps: None,
             cgroup: None,
-            boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: self.boot.log.clone() },
+            boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), ..self.boot.clone() },
             memory_file: Some(PathBuf::new()),
             ..self.clone()
         }
@@ -193,7 +193,7 @@ pub(super) mod tests {
             named_taps: None,
             kernel: "/new/kernel".into(),
             initramfs: "/new/initramfs".into(),
-            boot: BootParams { link_key: LinkKey::random(), log: None },
+            boot: BootParams { link_key: LinkKey::random(), log: None, template: false },
             huge_pages: false,
             memory_file: None,
             disks: Vec::new(),

@@ -13,7 +13,7 @@ use sandboxer_base::clock::now_ns;
 use sandboxer_config::VmConfig;
 use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
-use sandboxer_protocol::{id::SandboxId, link::LinkKey};
+use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError, Vmms};
 
 use super::{
@@ -82,7 +82,8 @@ impl Builder {
         let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
         let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);
         let (memory_file, cgroup) = (Some(dir.join(MEMORY)), self.cgroup.clone());
-        VmSpec { memory_file, background: true, cgroup, ..spec }
+        let boot = BootParams { template: true, ..spec.boot };
+        VmSpec { boot, memory_file, background: true, cgroup, ..spec }
     }
 
     /// Builds the template of the inputs in `survey`, which are of `vmm`. One at a time; a failure leaves nothing behind.

@@ -156,7 +156,7 @@ impl Pod {
             named_taps: None,
             kernel,
             initramfs,
-            boot: BootParams { link_key: LinkKey::random(), log: None },
+            boot: BootParams { link_key: LinkKey::random(), log: None, template: false },
             disks: Vec::new(),
             console_log_bytes: 64 << 10,
             cgroup: None,

@@ -151,12 +151,13 @@ impl CommandLine {
     fn add_board(&mut self, spec: &VmSpec, execution: Execution, begin: Begin) {
         // Neither PIT nor PIC: the kernel gets its clock's frequency and needs no ticks to measure it.
         // The RTC stays: without it a kernel probes for one second.
-        let mut board =
-            "microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off"
-                .to_owned();
-        if matches!(execution, Execution::Kvm) && interrupts_in_kernel(spec) {
-            board += ",ioapic2=off";
-        }
+        let mut board = "microvm,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on".to_owned();
+        board += if has_acpi(spec, execution) {
+            ",acpi=on,auto-kernel-cmdline=off"
+        } else {
+            // QEMU tells the kernel where the virtio devices are.
+            ",acpi=off,auto-kernel-cmdline=on,ioapic2=off"
+        };
         let memory_in = |file: RawFd, share: &str| {
             let size = spec.memory_mib;
             format!("memory-backend-file,id=memory0,size={size}M,mem-path=/proc/self/fd/{file},share={share}")
@@ -255,10 +256,19 @@ fn interrupts_in_kernel(spec: &VmSpec) -> bool {
     spec.nics <= LINES - OTHERS
 }
 
+/// Returns whether the guest finds its devices by ACPI. Without it, QEMU makes no tables and the guest reads none: the firmware's table of processors
+/// and interrupts is enough for as many lines as KVM's first interrupt controller has. An emulated guest needs ACPI for its timer.
+fn has_acpi(spec: &VmSpec, execution: Execution) -> bool {
+    !(matches!(execution, Execution::Kvm) && interrupts_in_kernel(spec))
+}
+
 /// Returns the kernel command line.
 fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
     // With `-no-reboot` a reset ends the VM.
     let mut line = format!("{KERNEL_WORDS} reboot=t pci=off no_timer_check {FEW_QUESTIONS}");
+    if !has_acpi(spec, execution) {
+        line += " acpi=off";
+    }
     if let Execution::Tcg { tsc_khz } = execution {
         // Without the frequency a guest times its TSC against the emulated PIT. This fails as soon as the host is
         // busy, and the guest then never has a usable clock.

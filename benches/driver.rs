@@ -73,7 +73,7 @@ impl Host {
             named_taps: None,
             kernel: "/dev/null".into(),
             initramfs: "/dev/null".into(),
-            boot: BootParams { link_key: LinkKey::random(), log: None },
+            boot: BootParams { link_key: LinkKey::random(), log: None, template: false },
             memory_file: None,
             disks: Vec::new(),
             background: false,

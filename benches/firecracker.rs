@@ -36,7 +36,7 @@ use nix::{
     time::{clock_getcpuclockid, clock_gettime},
     unistd::Pid,
 };
-use sandboxer_protocol::boot::{KERNEL_WORDS, RESET_ENDS};
+use sandboxer_protocol::boot::KERNEL_WORDS;
 use sandboxer_vmm::kvm::{self, KvmUnusable};
 
 /// Starts of each VM, unless SANDBOXER_BENCH_STARTS says otherwise.
@@ -71,7 +71,7 @@ struct Start {
 }
 
 fn kinds() -> Vec<Kind> {
-    let own = format!("{KERNEL_WORDS} {RESET_ENDS}");
+    let own = format!("{KERNEL_WORDS} reboot=k");
     let kind = |name, pci, drives, words: &str| Kind { name, pci, drives, words: words.to_owned() };
     vec![
         kind("as specified: one drive, no serial port", false, 1, SPECIFIED_WORDS),

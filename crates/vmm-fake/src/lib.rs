@@ -252,7 +252,7 @@ impl Vmm for FakeVmm {
         let Some(link_key) = LinkKey::from_hex(&key) else {
             return Err(host(STATE)(io::ErrorKind::InvalidData.into()));
         };
-        let boot = BootParams { link_key, log: spec.boot.log.clone() };
+        let boot = BootParams { link_key, ..spec.boot.clone() };
         self.boot(&VmSpec { boot, ..spec.clone() }).await
     }
 

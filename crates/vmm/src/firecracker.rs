@@ -40,10 +40,7 @@ use sandboxer_process::{
     Equipment,
     jail::{self, Jail, ROOM},
 };
-use sandboxer_protocol::{
-    boot::KERNEL_WORDS,
-    disk_index,
-};
+use sandboxer_protocol::{boot::KERNEL_WORDS, disk_index};
 use tokio::{net::unix::pipe, sync::Mutex, time::Instant};
 
 use self::{api::Api, slots::Slots, version::Version, vm::FirecrackerVm, wire::DrivePatch};

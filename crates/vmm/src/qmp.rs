@@ -286,8 +286,7 @@ mod tests {
     #[tokio::test]
     async fn a_refusal_carries_class_and_words_of_bounded_length() {
         let desc = "x".repeat(5000);
-        let answer =
-            format!("{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
+        let answer = format!("{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
         let error = connected(&[&answer]).await.device_add(json!({}), LIMIT).await.unwrap_err();
         assert!(
             matches!(&error, QmpError::Refused { class, reason } if class == "GenericError" && reason.len() == MAX_REASON),

@@ -62,8 +62,11 @@ impl Vm {
         fs::File::create(&scratch).unwrap().set_len(64 << 20).unwrap();
         run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&scratch));
 
-        let params =
-            BootParams { link_key: key.clone(), log: std::env::var("SANDBOXER_TEST_GUEST_LOG").ok(), template: false };
+        let params = BootParams {
+            link_key: key.clone(),
+            log: std::env::var("SANDBOXER_TEST_GUEST_LOG").ok(),
+            template: false,
+        };
         let line = format!(
             "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check tsc=reliable \
              tsc_early_khz={} {params}",

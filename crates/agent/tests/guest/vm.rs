@@ -42,15 +42,20 @@ impl Vm {
 
     /// Boots a guest like [`Vm::boot`], with the disk of a share server that listens at `socket`.
     pub fn boot_with_shares(socket: &Path) -> Self {
-        Self::boot_as("max", Some(socket))
+        Self::boot_as("max", Some(socket), false)
     }
 
     /// Boots a guest like [`Vm::boot`], on this QEMU CPU model.
     pub fn boot_on(cpu: &str) -> Self {
-        Self::boot_as(cpu, None)
+        Self::boot_as(cpu, None, false)
     }
 
-    fn boot_as(cpu: &str, shares: Option<&Path>) -> Self {
+    /// Boots a guest like [`Vm::boot`], which could be frozen as a template.
+    pub fn boot_as_template() -> Self {
+        Self::boot_as("max", None, true)
+    }
+
+    fn boot_as(cpu: &str, shares: Option<&Path>, template: bool) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let key = LinkKey::random();
         let image = |name: &str| {
@@ -62,11 +67,8 @@ impl Vm {
         fs::File::create(&scratch).unwrap().set_len(64 << 20).unwrap();
         run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&scratch));
 
-        let params = BootParams {
-            link_key: key.clone(),
-            log: std::env::var("SANDBOXER_TEST_GUEST_LOG").ok(),
-            template: false,
-        };
+        let log = std::env::var("SANDBOXER_TEST_GUEST_LOG").ok();
+        let params = BootParams { link_key: key.clone(), log, template };
         let line = format!(
             "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check tsc=reliable \
              tsc_early_khz={} {params}",

@@ -28,9 +28,9 @@ pub const AGENT_VSOCK_PORT: u32 = 1024;
 pub const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=3 panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 \
      rcupdate.rcu_cpu_stall_suppress=1 percpu_alloc=page";
 
-/// Words on a kernel command line that say how the kernel resets the VM: by the keyboard controller, or by a triple fault. A VM with one
-/// of them ends when it resets itself; it may lack the device by which it could be powered off.
-pub const RESET_ENDS: [&str; 2] = ["reboot=k", "reboot=t"];
+/// Words on the kernel command line of a VM that cannot be powered off, but ends when it resets itself: of one that the keyboard controller
+/// resets, and of one without ACPI.
+pub const RESET_ENDS: [&str; 2] = ["reboot=k", "acpi=off"];
 
 /// Set in the agent's environment if its VM is to be frozen as a template. The kernel passes it on from its command line: it does so with each
 /// word `NAME=VALUE` that it does not know and that has no dot.

@@ -67,7 +67,8 @@ while :; do
             ;;
         power-off)
             echo "guest says goodbye" >/dev/console
-            poweroff -f
+            # As the agent does: without ACPI a VM ends by a reset.
+            if grep -qw acpi=off /proc/cmdline; then reboot -f; else poweroff -f; fi
             ;;
         panic) exit 1 ;;
     esac

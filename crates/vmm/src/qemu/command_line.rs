@@ -367,6 +367,26 @@ mod tests {
         assert!(line(true).contains("size=1M,mem-path=/proc/self/fd/7,share=on"), "{}", line(true));
     }
 
+    #[test]
+    fn a_guest_has_acpi_where_it_needs_it() {
+        let line = |execution, nics| {
+            let spec = VmSpec { nics, ..spec() };
+            let sockets = Sockets { taps: vec![0; nics.into()], ..Sockets::default() };
+            let words = arguments(&spec, execution, &sockets, Begin::Boot { memory: None });
+            words.join(OsStr::new(" ")).into_string().unwrap()
+        };
+        // More network interfaces than lines of KVM's first interrupt controller: those of the second one are in ACPI's tables only.
+        for (line, acpi) in [
+            (line(Execution::Kvm, 4), false),
+            (line(Execution::Kvm, 5), true),
+            (line(Execution::Tcg { tsc_khz: 1 }, 1), true),
+        ] {
+            assert_eq!(line.contains(",acpi=on,auto-kernel-cmdline=off"), acpi, "{line}");
+            assert_eq!(line.contains(",acpi=off,auto-kernel-cmdline=on,ioapic2=off"), !acpi, "{line}");
+            assert_eq!(line.contains(" acpi=off "), !acpi, "the kernel would look for the tables: {line}");
+        }
+    }
+
     /// In QEMU's words.
     #[test]
     fn a_vm_of_an_earlier_daemon_is_told_by_the_controller_that_it_lacks() {

@@ -12,18 +12,9 @@
 //! Only headers and methods are parsed. A guest then costs the daemon at most the responses to the daemon's
 //! own calls; a violation only costs its own pod, which ends with the session.
 
-use std::{
-    collections::HashMap,
-    io,
-    pin::Pin,
-    task::{Context, Poll, ready},
-};
+use std::collections::HashMap;
 
 use protobuf::CodedInputStream;
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    sync::watch,
-};
 use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, MessageHeader};
 
 /// Most calls without a response: each process has one waiting for its exit and two for its streams, and each
@@ -73,57 +64,6 @@ pub enum Violation {
     TooManyPending,
 }
 
-/// A stream to an agent that checks what the agent sends, and fails from the first violation on.
-#[derive(Debug)]
-pub struct Bounded<S> {
-    stream: S,
-    follow: Follow,
-}
-
-impl<S> Bounded<S> {
-    /// Starts with the first frame after the greeting.
-    pub fn new(stream: S) -> Self {
-        Self { stream, follow: Follow::default() }
-    }
-
-    /// Returns a receiver of the first violation.
-    pub fn violation(&self) -> watch::Receiver<Option<Violation>> {
-        self.follow.violated.subscribe()
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Self { stream, follow } = self.get_mut();
-        let before = buf.filled().len();
-        ready!(Pin::new(stream).poll_read(cx, buf))?;
-        let received = buf.filled().get(before..).unwrap_or_default();
-        Poll::Ready(follow.received(received).map_err(refused))
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let Self { stream, follow } = self.get_mut();
-        let count = ready!(Pin::new(stream).poll_write(cx, bytes))?;
-        // Before the response can be read: reader and writer share the stream.
-        follow.sent(bytes.get(..count).unwrap_or_default()).map_err(refused)?;
-        Poll::Ready(Ok(count))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
-    }
-}
-
-fn refused(violation: Violation) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, violation)
-}
-
 /// The state of both directions of a session.
 #[derive(Debug, Default)]
 pub struct Follow {
@@ -131,7 +71,7 @@ pub struct Follow {
     responses: Frames<0>,
     /// Most bytes of each pending response, by stream.
     pending: HashMap<u32, usize>,
-    violated: watch::Sender<Option<Violation>>,
+    violated: Option<Violation>,
 }
 
 impl Follow {
@@ -150,7 +90,7 @@ impl Follow {
 
     /// Checks bytes received from the guest.
     pub fn received(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
-        if let Some(violation) = &*self.violated.borrow() {
+        if let Some(violation) = &self.violated {
             return Err(violation.clone());
         }
         while let Some((MessageHeader { length, stream_id: stream, type_, .. }, _)) =
@@ -169,9 +109,14 @@ impl Follow {
         Ok(())
     }
 
+    /// Returns the first violation.
+    pub fn violation(&self) -> Option<&Violation> {
+        self.violated.as_ref()
+    }
+
     fn violate(&mut self, violation: Violation) -> Result<(), Violation> {
         tracing::warn!(%violation, "ending the session with a guest");
-        self.violated.send_replace(Some(violation.clone()));
+        self.violated = Some(violation.clone());
         Err(violation)
     }
 }

@@ -3,19 +3,13 @@
 use std::time::Duration;
 
 use sandboxer_protocol::{
-    agent::{AgentClient, Ready},
+    agent::Ready,
     id::SandboxId,
     link::{self, LinkError, LinkKey},
 };
 use sandboxer_vmm::{Vm, VmmError};
-use tokio::io::{AsyncRead, AsyncWrite};
-use ttrpc::asynchronous::{Client, transport::Socket};
 
-use super::{
-    Agent, GuestError,
-    bounds::{Bounded, plain},
-    outbox::Outbox,
-};
+use super::{Agent, GuestError, bounds::plain, calls::Calls};
 
 /// Why a session with an agent cannot be established.
 #[derive(Debug, thiserror::Error)]
@@ -45,19 +39,5 @@ pub async fn connect(
         ConnectError::Guest(GuestError::Greeting { pod: pod.clone(), source })
     })?;
     ready.kernel_release = plain(&ready.kernel_release);
-    Ok((speak_over(pod, stream, timeout), ready))
-}
-
-/// Creates a session over `stream`, after the greeting.
-fn speak_over(
-    pod: &SandboxId,
-    stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
-    timeout: Duration,
-) -> Agent {
-    let stream = Outbox::new(stream);
-    let room = stream.room();
-    let stream = Bounded::new(stream);
-    let violation = stream.violation();
-    let client = AgentClient::new(Client::new(Socket::new(stream)));
-    Agent::new(pod.clone(), client, room, violation, timeout)
+    Ok((Agent::new(pod.clone(), Calls::over(stream), timeout), ready))
 }

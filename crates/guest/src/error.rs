@@ -79,8 +79,8 @@ impl GuestError {
     }
 }
 
-/// What the transport says when a call's time is over. It has no variant for it.
-const TIME_IS_OVER: &str = "Request deadline elapsed";
+/// What a call says when its time is over. ttrpc has no variant for it.
+pub(crate) const TIME_IS_OVER: &str = "Request deadline elapsed";
 
 /// What a call says whose guest has not read the earlier ones by then.
 pub(crate) const NOT_READ: &str = "the guest does not read calls";

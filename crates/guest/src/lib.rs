@@ -1,10 +1,10 @@
 //! The daemon's connection to a guest: a greeting, then calls to its agent.
 
 pub mod bounds;
+mod calls;
 mod client;
 mod connect;
 mod error;
-mod outbox;
 mod pace;
 mod signal;
 mod timing;

@@ -45,6 +45,25 @@ pub mod agent {
     mod service {
         include!(concat!(env!("OUT_DIR"), "/agent/agent_ttrpc.rs"));
     }
+
+    /// Makes the calls of an [`AgentClient`].
+    pub trait Caller {
+        /// Makes one call.
+        fn request(
+            &self,
+            request: ::ttrpc::Request,
+        ) -> impl Future<Output = ::ttrpc::Result<::ttrpc::Response>> + Send;
+    }
+
+    impl Caller for ::ttrpc::r#async::Client {
+        fn request(
+            &self,
+            request: ::ttrpc::Request,
+        ) -> impl Future<Output = ::ttrpc::Result<::ttrpc::Response>> + Send {
+            ::ttrpc::r#async::Client::request(self, request)
+        }
+    }
+
     pub use agent::*;
     pub use service::{Agent, AgentClient, create_agent};
 }

@@ -10,12 +10,7 @@ use sandboxer_protocol::{
 use tokio::sync::watch;
 use ttrpc::context::{Context, with_duration};
 
-use crate::{
-    GuestError,
-    bounds::{Violation, plain},
-    error::NOT_READ,
-    outbox::Room,
-};
+use crate::{GuestError, bounds::plain, calls::Calls, error::NOT_READ};
 
 /// Factor of the timeout for creating a container or an exec, which is slow in a slow guest.
 const LONG_CALL: u32 = 6;
@@ -33,9 +28,8 @@ pub struct Agent {
 struct Session {
     /// Number of earlier sessions.
     number: u64,
-    client: AgentClient,
-    room: Room,
-    violation: watch::Receiver<Option<Violation>>,
+    client: AgentClient<Calls>,
+    calls: Calls,
     /// Another session will be established after its end.
     followed: bool,
 }
@@ -87,14 +81,8 @@ fn is_end(error: &ttrpc::Error) -> bool {
 }
 
 impl Agent {
-    pub(super) fn new(
-        pod: SandboxId,
-        client: AgentClient,
-        room: Room,
-        violation: watch::Receiver<Option<Violation>>,
-        timeout: Duration,
-    ) -> Self {
-        let session = Session { number: 0, client, room, violation, followed: false };
+    pub(super) fn new(pod: SandboxId, calls: Calls, timeout: Duration) -> Self {
+        let session = Session { number: 0, client: AgentClient::new(calls.clone()), calls, followed: false };
         Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
     }
 
@@ -130,15 +118,14 @@ impl Agent {
     /// Waits for the session's end; returns the violation if that was the cause. Otherwise the session ends
     /// with its VM, or with this daemon, and the next daemon establishes a new one.
     pub async fn violated(&self) -> Option<GuestError> {
-        let mut violation = self.session.borrow().violation.clone();
-        let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
+        let calls = self.session.borrow().calls.clone();
+        let source = calls.end().await?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
     /// Returns the violation if the guest has committed one.
     pub fn violation(&self) -> Option<GuestError> {
-        let session = self.session.borrow();
-        let source = session.violation.borrow().clone()?;
+        let source = self.session.borrow().calls.violation()?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
@@ -188,12 +175,15 @@ impl Agent {
 impl Session {
     /// Waits until the guest has read most of the earlier calls, up to the call's timeout.
     async fn room(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
+        if self.calls.has_room() {
+            return Ok(());
+        }
         let limit = match u64::try_from(deadline.timeout_nano) {
             Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos),
             // No timeout.
             _ => Duration::MAX,
         };
-        let room = tokio::time::timeout(limit, self.room.wait()).await;
+        let room = tokio::time::timeout(limit, self.calls.room()).await;
         room.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
     }
 }

@@ -1,0 +1,416 @@
+//! The calls of one session: one task writes them to the agent's stream, and reads the responses.
+//!
+//! ttrpc's own client keeps space for 32 messages for each session, and for 32 more for each call that waits. A pod with a container has three calls
+//! that wait for as long as it lives, so this was 16 KiB of its 97 KiB in the daemon. Here a session has one queue of bytes, and a call has
+//! space for its own response.
+//!
+//! A write never waits: what the stream does not accept stays in the queue. So a guest that is busy or paused does not hold up a call
+//! half-written, which would end the session, and with it every other call. [`Calls::room`] makes callers wait while the queue is long.
+//!
+//! ```text
+//! call ─▶ room ─▶ queue ─▶ task ─▶ stream
+//! call ◀────── response ◀─ task ◀─ stream      both directions are checked by [`Follow`]
+//! ```
+
+use std::{
+    collections::{HashMap, VecDeque},
+    future::poll_fn,
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
+
+use protobuf::Message;
+use sandboxer_protocol::agent::Caller;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::{Notify, oneshot},
+    task::AbortHandle,
+    time::timeout,
+};
+use ttrpc::{
+    Code, Error, MessageHeader, Request, Response, Result,
+    proto::{MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX},
+};
+
+use crate::{
+    bounds::{Follow, Violation},
+    error::TIME_IS_OVER,
+};
+
+/// No call is started while so many bytes are queued. Concurrent calls may exceed it by their own size.
+const MAX_WAITING: usize = 1 << 20;
+/// Memory that an empty queue keeps, bytes.
+const KEPT: usize = 256;
+
+/// The calls of one session. Cheap to clone; the session ends with the last clone.
+#[derive(Clone)]
+pub struct Calls(Arc<Owner>);
+
+struct Owner {
+    shared: Arc<Shared>,
+    task: AbortHandle,
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// What callers and the task share.
+#[derive(Default)]
+struct Shared {
+    // A plain lock: never held across an await.
+    session: Mutex<Session>,
+    /// The queue has become shorter, or the session has ended.
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct Session {
+    follow: Follow,
+    queue: VecDeque<u8>,
+    /// Number of earlier calls.
+    calls: u32,
+    /// Callers that wait for a response, by stream.
+    waiting: HashMap<u32, oneshot::Sender<Result<Vec<u8>>>>,
+    task: Option<Waker>,
+    /// Why the session has ended.
+    end: Option<Error>,
+}
+
+impl Calls {
+    /// Starts a session over `stream`, after the greeting.
+    pub fn over(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static) -> Self {
+        let shared = Arc::<Shared>::default();
+        let task = tokio::spawn(serve(stream, shared.clone())).abort_handle();
+        Self(Arc::new(Owner { shared, task }))
+    }
+
+    /// Waits until the queue is short enough for another call; also returns at the end of the session.
+    pub async fn room(&self) {
+        self.wait_until(|session| session.queue.len() < MAX_WAITING).await;
+    }
+
+    /// Returns whether [`Self::room`] would return at once.
+    pub fn has_room(&self) -> bool {
+        self.0.shared.lock().queue.len() < MAX_WAITING
+    }
+
+    /// Waits for the session's end. Returns the guest's violation if that was the cause.
+    pub async fn end(&self) -> Option<Violation> {
+        self.wait_until(|session| session.end.is_some()).await;
+        self.violation()
+    }
+
+    /// Returns the violation if the guest has committed one.
+    pub fn violation(&self) -> Option<Violation> {
+        self.0.shared.lock().follow.violation().cloned()
+    }
+
+    async fn wait_until(&self, done: impl Fn(&Session) -> bool) {
+        loop {
+            let changed = self.0.shared.changed.notified();
+            {
+                let session = self.0.shared.lock();
+                if session.end.is_some() || done(&session) {
+                    return;
+                }
+            }
+            changed.await;
+        }
+    }
+}
+
+impl Caller for Calls {
+    fn request(&self, request: Request) -> impl Future<Output = Result<Response>> + Send {
+        let limit = u64::try_from(request.timeout_nano).ok().filter(|&nanos| nanos > 0);
+        let sent = self.0.shared.send(&request);
+        async move {
+            let response = sent?;
+            let response = match limit.map(Duration::from_nanos) {
+                None => response.await,
+                Some(limit) => {
+                    let late = |_| Error::Others(TIME_IS_OVER.to_owned());
+                    timeout(limit, response).await.map_err(late)?
+                }
+            };
+            read(&response.map_err(|_| Error::RemoteClosed)??)
+        }
+    }
+}
+
+/// Reads a response.
+fn read(payload: &[u8]) -> Result<Response> {
+    let response = Response::parse_from_bytes(payload);
+    let response = response.map_err(|error| Error::Others(format!("Unpack response error {error}")))?;
+    match response.status.as_ref() {
+        Some(status) if status.code() != Code::OK => Err(Error::RpcStatus(status.clone())),
+        _ => Ok(response),
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Session> {
+        self.session.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a call. Returns the receiver of its response.
+    fn send(&self, request: &Request) -> Result<oneshot::Receiver<Result<Vec<u8>>>> {
+        let payload = request.write_to_bytes().map_err(|error| Error::Others(error.to_string()))?;
+        if payload.len() > MESSAGE_LENGTH_MAX {
+            let length = payload.len();
+            let text = format!("message length {length} exceed maximum message size of {MESSAGE_LENGTH_MAX}");
+            return Err(Error::Others(text));
+        }
+        let (sender, response) = oneshot::channel();
+        let task = {
+            let mut session = self.lock();
+            if let Some(end) = &session.end {
+                return Err(end.clone());
+            }
+            // Those of a caller are odd.
+            let stream = session.calls.wrapping_mul(2) | 1;
+            session.calls = session.calls.wrapping_add(1);
+            let head: Vec<u8> = MessageHeader::new_request(stream, payload.len() as u32).into();
+            for bytes in [&head, &payload] {
+                // After a violation the task ends the session, and this call.
+                let _ = session.follow.sent(bytes);
+                session.queue.extend(bytes);
+            }
+            session.waiting.insert(stream, sender);
+            session.task.clone()
+        };
+        if let Some(task) = task {
+            task.wake();
+        }
+        Ok(response)
+    }
+
+    /// Writes what is queued, as much as the stream accepts.
+    fn write(&self, cx: &mut Context<'_>, stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+        let mut session = self.lock();
+        if !session.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
+            session.task = Some(cx.waker().clone());
+        }
+        if let Some(violation) = session.follow.violation() {
+            return Err(refused(violation.clone()));
+        }
+        let before = session.queue.len();
+        while !session.queue.is_empty() {
+            match Pin::new(&mut *stream).poll_write(cx, session.queue.as_slices().0) {
+                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
+                Poll::Ready(Ok(count)) => drop(session.queue.drain(..count)),
+                Poll::Ready(Err(error)) => return Err(error),
+                Poll::Pending => break,
+            }
+        }
+        if session.queue.is_empty() {
+            session.queue.shrink_to(KEPT);
+        }
+        if before >= MAX_WAITING && session.queue.len() < MAX_WAITING {
+            self.changed.notify_waiters();
+        }
+        Ok(())
+    }
+
+    /// Checks bytes of the guest.
+    fn received(&self, bytes: &[u8]) -> io::Result<()> {
+        self.lock().follow.received(bytes).map_err(refused)
+    }
+
+    /// Passes a response to its caller, which may have gone.
+    fn deliver(&self, stream: u32, payload: Vec<u8>) {
+        let caller = self.lock().waiting.remove(&stream);
+        if let Some(caller) = caller {
+            let _ = caller.send(Ok(payload));
+        }
+    }
+
+    /// Ends the session, and each call that waits.
+    fn end(&self, error: &io::Error) {
+        let end = Error::Socket(error.to_string());
+        let waiting = {
+            let mut session = self.lock();
+            session.end = Some(end.clone());
+            session.queue = VecDeque::new();
+            std::mem::take(&mut session.waiting)
+        };
+        for caller in waiting.into_values() {
+            let _ = caller.send(Err(end.clone()));
+        }
+        self.changed.notify_waiters();
+    }
+}
+
+fn refused(violation: Violation) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, violation)
+}
+
+/// Carries calls and responses until the stream ends.
+async fn serve(mut stream: impl AsyncRead + AsyncWrite + Unpin, shared: Arc<Shared>) {
+    let mut incoming = Incoming::default();
+    let error = poll_fn(|cx| {
+        if let Err(error) = shared.write(cx, &mut stream) {
+            return Poll::Ready(error);
+        }
+        loop {
+            match ready!(incoming.poll(cx, &mut stream, &shared)) {
+                Ok(()) => {}
+                Err(error) => return Poll::Ready(error),
+            }
+        }
+    });
+    let error = error.await;
+    shared.end(&error);
+}
+
+/// The response that is being read.
+#[derive(Default)]
+struct Incoming {
+    head: [u8; MESSAGE_HEADER_LENGTH],
+    body: Vec<u8>,
+    /// Bytes read of both.
+    read: usize,
+}
+
+impl Incoming {
+    /// Reads more of it, and delivers it once it is complete.
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        stream: &mut (impl AsyncRead + Unpin),
+        shared: &Shared,
+    ) -> Poll<io::Result<()>> {
+        let in_head = self.read < MESSAGE_HEADER_LENGTH;
+        let space = match in_head {
+            true => &mut self.head[self.read..],
+            false => &mut self.body[self.read - MESSAGE_HEADER_LENGTH..],
+        };
+        let mut space = ReadBuf::new(space);
+        ready!(Pin::new(stream).poll_read(cx, &mut space))?;
+        let count = space.filled().len();
+        if count == 0 {
+            return Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()));
+        }
+        // Before space is made for what a header announces.
+        shared.received(space.filled())?;
+        self.read += count;
+        if self.read < MESSAGE_HEADER_LENGTH {
+            return Poll::Ready(Ok(()));
+        }
+        let head = MessageHeader::from(&self.head[..]);
+        if in_head {
+            self.body = vec![0; head.length as usize];
+        }
+        if self.read == MESSAGE_HEADER_LENGTH + self.body.len() {
+            shared.deliver(head.stream_id, std::mem::take(&mut self.body));
+            self.read = 0;
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sandboxer_protocol::agent::{AgentClient, StatsRequest, WriteInputRequest};
+    use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+    use ttrpc::{
+        context::{Context as Forever, with_duration},
+        proto::MESSAGE_TYPE_RESPONSE,
+    };
+
+    use super::*;
+
+    fn client(room: usize) -> (AgentClient<Calls>, Calls, DuplexStream) {
+        let (ours, theirs) = tokio::io::duplex(room);
+        let calls = Calls::over(ours);
+        (AgentClient::new(calls.clone()), calls, theirs)
+    }
+
+    /// Reads calls, and responds to the last one.
+    async fn answer_last(guest: &mut DuplexStream, calls: usize) {
+        for call in 1..=calls {
+            let mut head = [0; MESSAGE_HEADER_LENGTH];
+            guest.read_exact(&mut head).await.unwrap();
+            let head = MessageHeader::from(head);
+            guest.read_exact(&mut vec![0; head.length as usize]).await.unwrap();
+            if call == calls {
+                guest.write_all(&answer(head.stream_id, MESSAGE_TYPE_RESPONSE)).await.unwrap();
+            }
+        }
+    }
+
+    fn answer(stream_id: u32, type_: u8) -> Vec<u8> {
+        let answer = Response::default().write_to_bytes().unwrap();
+        let head = MessageHeader { length: answer.len() as u32, stream_id, type_, flags: 0 };
+        [Vec::from(head), answer].concat()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_call_that_is_given_up_half_written_does_not_end_the_session() {
+        let (client, _calls, mut guest) = client(64);
+        let long = WriteInputRequest { data: vec![7; 5000], ..Default::default() };
+        let late = client.write_input(with_duration(Duration::from_secs(1)), &long).await;
+        assert!(late.is_err(), "nobody takes it");
+        let dropped = timeout(Duration::from_secs(1), client.write_input(Forever::default(), &long)).await;
+        assert!(dropped.is_err(), "nobody takes it");
+
+        let stats = StatsRequest::new();
+        let asked = client.stats(with_duration(Duration::from_secs(60)), &stats);
+        let (answered, ()) = tokio::join!(asked, answer_last(&mut guest, 3));
+        answered.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_takes_nothing_is_not_asked_without_end() {
+        let (client, room, mut guest) = client(64);
+        let long = WriteInputRequest { data: vec![7; 300 << 10], ..Default::default() };
+        let mut calls = 0;
+        while timeout(Duration::from_secs(1), room.room()).await.is_ok() {
+            client.write_input(with_duration(Duration::from_secs(1)), &long).await.unwrap_err();
+            calls += 1;
+        }
+        assert_eq!(calls, 4, "1 MiB is reached with the fourth");
+        assert!(!room.has_room());
+        let stats = StatsRequest::new();
+        let asked = async {
+            room.room().await;
+            client.stats(with_duration(Duration::from_secs(60)), &stats).await
+        };
+        let (answered, ()) = tokio::join!(asked, answer_last(&mut guest, calls + 1));
+        answered.unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_stream_ends_each_call_and_so_does_a_frame_that_is_no_response() {
+        for violation in [None, Some(Violation::NotAResponse(1))] {
+            let (client, calls, mut guest) = client(1 << 10);
+            let stats = StatsRequest::new();
+            let asked = client.stats(Forever::default(), &stats);
+            let ended = async {
+                match violation {
+                    None => guest.shutdown().await.unwrap(),
+                    Some(_) => guest.write_all(&answer(1, 1)).await.unwrap(),
+                }
+                calls.end().await
+            };
+            let (answered, ended) = tokio::join!(asked, ended);
+            assert!(matches!(answered, Err(Error::Socket(_))), "{answered:?}");
+            assert_eq!(ended, violation);
+            let late = client.stats(Forever::default(), &stats).await;
+            assert!(matches!(late, Err(Error::Socket(_))), "{late:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn the_stream_ends_with_the_last_clone() {
+        let (client, calls, mut guest) = client(1 << 10);
+        drop(calls);
+        drop(client);
+        assert_eq!(guest.read(&mut [0]).await.unwrap(), 0);
+    }
+}

@@ -4,22 +4,25 @@
 //! and lines shown to people have no control characters.
 
 use std::{
+    future::poll_fn,
     io,
     path::{Path, PathBuf},
+    pin::Pin,
     sync::Arc,
+    task::{Poll, ready},
     time::Duration,
 };
 
 use tokio::{
     fs::{self, File, OpenOptions},
-    io::{AsyncRead, AsyncReadExt, AsyncSeekExt, AsyncWriteExt},
-    sync::watch,
+    io::{AsyncRead, AsyncReadExt, AsyncSeekExt, AsyncWriteExt, ReadBuf},
     task::AbortHandle,
 };
+use tokio_util::sync::CancellationToken;
 
 use sandboxer_process::socket;
 
-/// Bytes read at once. Each pod keeps two such buffers for its lifetime.
+/// Bytes read at once.
 const CHUNK: usize = 1 << 10;
 /// Bytes at a file's end that [`Capture::last_lines`] reads.
 const TAIL: u64 = 4 << 10;
@@ -54,7 +57,7 @@ impl Target {
 pub struct Capture {
     target: Target,
     task: AbortHandle,
-    finished: watch::Receiver<bool>,
+    finished: CancellationToken,
 }
 
 impl Capture {
@@ -63,7 +66,8 @@ impl Capture {
     where
         R: AsyncRead + Send + Unpin + 'static,
     {
-        let (done, finished) = watch::channel(false);
+        let finished = CancellationToken::new();
+        let done = finished.clone();
         let target = Target { dir, name };
         let copied_to = target.clone();
         let task = tokio::spawn(async move {
@@ -71,7 +75,7 @@ impl Capture {
                 let path = std::fs::read_link(socket::within(&copied_to.dir, "."));
                 tracing::warn!(name, ?path, %error, "stopped capturing output");
             }
-            done.send_replace(true);
+            done.cancel();
         })
         .abort_handle();
         Self { target, task, finished }
@@ -79,9 +83,8 @@ impl Capture {
 
     /// Waits, for a second at most, until all output of an ended process is in the file.
     pub async fn drained(&self) {
-        let mut finished = self.finished.clone();
         // Timed out: a child process that still lives has the output open.
-        let _ = tokio::time::timeout(DRAIN, finished.wait_for(|finished| *finished)).await;
+        let _ = tokio::time::timeout(DRAIN, self.finished.cancelled()).await;
     }
 
     /// Returns the last `count` lines that are not empty, fit to be shown. A kernel's panic is the first of them: the trace that follows
@@ -113,24 +116,34 @@ impl Drop for Capture {
 async fn copy(mut from: impl AsyncRead + Unpin, target: &Target, half: u64) -> io::Result<()> {
     let mut file = append(&target.path()).await?;
     let mut length = file.metadata().await?.len();
-    let mut chunk = vec![0; CHUNK];
     loop {
-        let count = match from.read(&mut chunk).await {
-            Ok(0) => return file.flush().await,
-            Ok(count) => count,
+        let chunk = match read(&mut from).await {
+            Ok(chunk) if chunk.is_empty() => return file.flush().await,
+            Ok(chunk) => chunk,
             // A socket whose other end was killed.
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return file.flush().await,
             Err(error) => return Err(error),
         };
-        file.write_all(&chunk[..count]).await?;
+        file.write_all(&chunk).await?;
         file.flush().await?;
-        length += count as u64;
+        length += chunk.len() as u64;
         if length >= half {
             fs::rename(target.path(), target.older()).await?;
             file = append(&target.path()).await?;
             length = 0;
         }
     }
+}
+
+/// Waits for the next bytes; none at the end. There is no buffer while it waits: most guests are silent most of the time.
+async fn read(from: &mut (impl AsyncRead + Unpin)) -> io::Result<Vec<u8>> {
+    poll_fn(|cx| {
+        let mut chunk = [0; CHUNK];
+        let mut chunk = ReadBuf::new(&mut chunk);
+        ready!(Pin::new(&mut *from).poll_read(cx, &mut chunk))?;
+        Poll::Ready(Ok(chunk.filled().to_vec()))
+    })
+    .await
 }
 
 async fn append(path: &Path) -> io::Result<File> {

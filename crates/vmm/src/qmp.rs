@@ -7,7 +7,7 @@
 mod block;
 mod connection;
 
-use std::{os::fd::OwnedFd, time::Duration};
+use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use sandboxer_base::failpoint::pass;
 use serde::Serialize;
@@ -50,8 +50,9 @@ pub enum QmpError {
 /// A connection to one QEMU, after its greeting. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Qmp {
-    requests: mpsc::Sender<Request>,
-    events: broadcast::Sender<Event>,
+    // Boxed and counted: both channels keep their space.
+    requests: mpsc::Sender<Box<Request>>,
+    events: broadcast::Sender<Arc<Event>>,
 }
 
 /// A file that was passed to QEMU.
@@ -217,7 +218,10 @@ impl Qmp {
             arguments => json!({ "execute": command, "arguments": arguments }),
         };
         let exchange = async {
-            self.requests.send(Request { command, fd, answer }).await.map_err(|_| QmpError::Closed)?;
+            self.requests
+                .send(Box::new(Request { command, fd, answer }))
+                .await
+                .map_err(|_| QmpError::Closed)?;
             answered.await.map_err(|_| QmpError::Closed)?
         };
         let answered = timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit));
@@ -228,15 +232,15 @@ impl Qmp {
 
 /// Waits for the first event for which `wanted` returns a value.
 async fn until<T>(
-    mut events: broadcast::Receiver<Event>,
+    mut events: broadcast::Receiver<Arc<Event>>,
     limit: Duration,
-    wanted: impl Fn(Event) -> Option<T>,
+    wanted: impl Fn(&Event) -> Option<T>,
 ) -> Result<T, QmpError> {
     let found = async {
         loop {
             match events.recv().await {
                 Ok(event) => {
-                    if let Some(found) = wanted(event) {
+                    if let Some(found) = wanted(&event) {
                         return Ok(found);
                     }
                 }

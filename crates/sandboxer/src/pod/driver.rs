@@ -84,7 +84,7 @@ fn driver(
     link_key: LinkKey,
     status: PodStatus,
     found: Found,
-) -> (Driver, mpsc::Receiver<Request>, PodHandle) {
+) -> (Driver, mpsc::Receiver<Box<Request>>, PodHandle) {
     let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
@@ -137,6 +137,9 @@ fn driver(
     (driver, receiver, handle)
 }
 
+/// The containers of a pod. Boxed: a map of one has space for four.
+pub type Containers = HashMap<ContainerId, Box<Container>>;
+
 /// What an earlier daemon left of a pod; empty for a new pod.
 #[derive(Debug, Default)]
 pub struct Found {
@@ -145,7 +148,7 @@ pub struct Found {
     /// Its VMM, if that runs but VM and agent do not answer.
     pub unreached: Option<Arc<Unreached>>,
     /// Its containers.
-    pub containers: HashMap<ContainerId, Container>,
+    pub containers: Containers,
     /// Its live shares.
     pub shares: Option<Shares>,
     /// Where it is placed.
@@ -238,7 +241,7 @@ struct Driver {
     forwarding: Option<AbortOnDropHandle<()>>,
     /// Its listeners on the host.
     host_ports: Vec<TcpListener>,
-    containers: HashMap<ContainerId, Container>,
+    containers: Containers,
     volumes: Arc<Volumes>,
     resizer: Arc<Resizer>,
     /// The size of its VM, as far as this daemon knows.
@@ -259,11 +262,11 @@ struct Driver {
 }
 
 impl Driver {
-    async fn run(&mut self, mut requests: mpsc::Receiver<Request>) {
+    async fn run(&mut self, mut requests: mpsc::Receiver<Box<Request>>) {
         loop {
             tokio::select! {
                 request = requests.recv() => match request {
-                    Some(request) => self.handle(request),
+                    Some(request) => self.handle(*request),
                     // All handles are dropped: the daemon exits. VMs stay.
                     None => return,
                 },

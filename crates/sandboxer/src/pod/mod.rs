@@ -269,7 +269,8 @@ pub struct PodHandle {
     id: SandboxId,
     name: Arc<PodName>,
     bundle: Option<Arc<Path>>,
-    requests: mpsc::Sender<Request>,
+    /// Boxed: a channel allocates space for 32 at once, and keeps it.
+    requests: mpsc::Sender<Box<Request>>,
     status: watch::Receiver<PodStatus>,
 }
 
@@ -450,7 +451,7 @@ impl PodHandle {
     async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, PodError> {
         let gone = || PodError::Gone(self.id.clone());
         let (reply, answer) = oneshot::channel();
-        self.requests.send(request(reply)).await.map_err(|_| gone())?;
+        self.requests.send(Box::new(request(reply))).await.map_err(|_| gone())?;
         answer.await.map_err(|_| gone())?
     }
 }

@@ -35,7 +35,8 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
         loop {
             sleep(pause).await;
             pause = (2 * pause).min(MAX_PAUSE);
-            match resume(&node, &spec, &key, &live).await {
+            // Boxed: it is rare, and larger than all that waits for it.
+            match Box::pin(resume(&node, &spec, &key, &live)).await {
                 Ok(()) => break,
                 Err(error) => {
                     tracing::debug!(%pod, error = chain(&error), "cannot greet the agent again");

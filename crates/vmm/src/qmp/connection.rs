@@ -5,6 +5,7 @@ use std::{
     io::{self, IoSlice},
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
+    sync::Arc,
 };
 
 use futures::{SinkExt, StreamExt};
@@ -23,7 +24,7 @@ use super::QmpError;
 /// Longest line accepted, bytes.
 pub(super) const MAX_LINE: usize = 256 << 10;
 /// Initial size of the read and write buffers of each VMM, bytes; the codec's default is 8 KiB each.
-const BUFFER: usize = 1 << 10;
+const BUFFER: usize = 256;
 /// Longest explanation of a refusal that is kept, characters.
 pub(super) const MAX_REASON: usize = 400;
 /// Commands that may wait for the socket.
@@ -98,8 +99,8 @@ type Answer = oneshot::Sender<Result<Value, QmpError>>;
 /// Commands have no ids: QEMU reads each of their bytes in a turn of its main loop, some 17 µs on KVM, and answers in order.
 pub(super) async fn converse(
     mut wire: Wire,
-    mut queue: mpsc::Receiver<Request>,
-    events: broadcast::Sender<Event>,
+    mut queue: mpsc::Receiver<Box<Request>>,
+    events: broadcast::Sender<Arc<Event>>,
 ) {
     let mut waiting: VecDeque<Answer> = VecDeque::new();
     while waiting.len() < OWED {
@@ -115,7 +116,7 @@ pub(super) async fn converse(
                 },
             }
         };
-        let Some(Request { command, fd, answer }) = request else {
+        let Some(Request { command, fd, answer }) = request.map(|request| *request) else {
             return;
         };
         waiting.push_back(answer);
@@ -152,7 +153,7 @@ async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result
     Ok(())
 }
 
-fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast::Sender<Event>) {
+fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast::Sender<Arc<Event>>) {
     let answer = match message {
         Message::Answer { r#return } => Ok(r#return),
         Message::Error { error } => {
@@ -161,7 +162,7 @@ fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast:
         }
         Message::Event(event) => {
             // Without subscribers it goes nowhere.
-            let _ = events.send(event);
+            let _ = events.send(Arc::new(event));
             return;
         }
         Message::Greeting { .. } => return,

@@ -5,7 +5,7 @@
 //! buffered. The next worker can read the progress of each stream: see
 //! [`spool`](super::spool).
 
-use std::{io, time::Duration};
+use std::{io, pin::Pin, time::Duration};
 
 use sandboxer_base::chain;
 use sandboxer_guest::{Agent, GuestError, Pace};
@@ -37,7 +37,7 @@ pub enum CopyError {
 }
 
 /// Runs a copy and logs why it ended early.
-pub async fn logged(of: Subject, copy: impl Future<Output = Result<(), CopyError>>) {
+pub async fn logged<C: Future<Output = Result<(), CopyError>>>(of: Subject, copy: Pin<Box<C>>) {
     match copy.await {
         Ok(()) => {}
         Err(CopyError::Guest(error)) => {

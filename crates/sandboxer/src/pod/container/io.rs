@@ -257,17 +257,17 @@ impl Io {
         let mut outputs = JoinSet::new();
         for (stream, outlet) in [(OutputStream::STDOUT, self.stdout), (OutputStream::STDERR, self.stderr)] {
             if let Some(outlet) = outlet {
-                outputs.spawn(logged(
-                    subject.clone(),
-                    copy_output(agent.clone(), subject.clone(), stream, outlet, lost),
-                ));
+                let copy = copy_output(agent.clone(), subject.clone(), stream, outlet, lost);
+                // Boxed: what waits for it has space for it twice.
+                outputs.spawn(logged(subject.clone(), Box::pin(copy)));
             }
         }
         let started = Arc::new(Notify::new());
         let mut stdin = JoinSet::new();
         let closer = self.stdin.map(|inlet| {
             let closer = StdinCloser(Arc::default());
-            let copy = copy_input(agent.clone(), subject.clone(), inlet, closer.clone(), resume, lost);
+            let copy =
+                Box::pin(copy_input(agent.clone(), subject.clone(), inlet, closer.clone(), resume, lost));
             let (started, of) = (started.clone(), subject.clone());
             stdin.spawn(async move {
                 started.notified().await;

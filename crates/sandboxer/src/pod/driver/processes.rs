@@ -63,7 +63,7 @@ impl Driver {
             stages,
         };
         let task = self.task(None, container.bundle.clone(), None);
-        self.containers.insert(new.id.clone(), container);
+        self.containers.insert(new.id.clone(), Box::new(container));
         self.place();
         self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "", task);
         let (written, pod) = (self.next_record(), self.spec.id.clone());

@@ -365,7 +365,8 @@ impl Driver {
             let cancel = self.cancel.clone();
             live.agent.follow();
             self.work.spawn(async move {
-                let kept = session::keep(node, spec, key, live.clone());
+                // Boxed: what waits with it has space for it twice.
+                let kept = Box::pin(session::keep(node, spec, key, live.clone()));
                 let broken = cancel.run_until_cancelled(kept).await;
                 // The waiters get this one.
                 live.agent.give_up();

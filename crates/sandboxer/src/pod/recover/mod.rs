@@ -170,7 +170,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     }
     let containers = recorded
         .into_iter()
-        .map(|container| (container.id.clone(), take_up_container(node, container, alive, &spec)))
+        .map(|container| (container.id.clone(), Box::new(take_up_container(node, container, alive, &spec))))
         .collect::<HashMap<_, _>>();
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();

@@ -13,27 +13,26 @@
 //! ```
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::HashMap,
     future::poll_fn,
     io,
-    pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
     time::Duration,
 };
 
 use protobuf::Message;
-use sandboxer_protocol::agent::Caller;
+use sandboxer_protocol::{
+    agent::Caller,
+    frames::{Incoming, Outgoing, too_long},
+};
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite},
     sync::{Notify, oneshot},
     task::AbortHandle,
     time::timeout,
 };
-use ttrpc::{
-    Code, Error, MessageHeader, Request, Response, Result,
-    proto::{MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX},
-};
+use ttrpc::{Code, Error, MessageHeader, Request, Response, Result, proto::MESSAGE_LENGTH_MAX};
 
 use crate::{
     bounds::{Follow, Violation},
@@ -42,8 +41,6 @@ use crate::{
 
 /// No call is started while so many bytes are queued. Concurrent calls may exceed it by their own size.
 const MAX_WAITING: usize = 1 << 20;
-/// Memory that an empty queue keeps, bytes.
-const KEPT: usize = 256;
 
 /// The calls of one session. Cheap to clone; the session ends with the last clone.
 #[derive(Clone)]
@@ -72,7 +69,7 @@ struct Shared {
 #[derive(Default)]
 struct Session {
     follow: Follow,
-    queue: VecDeque<u8>,
+    queue: Outgoing,
     /// Number of earlier calls.
     calls: u32,
     /// Callers that wait for a response, by stream.
@@ -135,7 +132,8 @@ impl Caller for Calls {
                 None => response.await,
                 Some(limit) => {
                     let late = |_| Error::Others(TIME_IS_OVER.to_owned());
-                    timeout(limit, response).await.map_err(late)?
+                    // Boxed: a call without a limit waits for long, and needs no timer.
+                    Box::pin(timeout(limit, response)).await.map_err(late)?
                 }
             };
             read(&response.map_err(|_| Error::RemoteClosed)??)
@@ -162,9 +160,7 @@ impl Shared {
     fn send(&self, request: &Request) -> Result<oneshot::Receiver<Result<Vec<u8>>>> {
         let payload = request.write_to_bytes().map_err(|error| Error::Others(error.to_string()))?;
         if payload.len() > MESSAGE_LENGTH_MAX {
-            let length = payload.len();
-            let text = format!("message length {length} exceed maximum message size of {MESSAGE_LENGTH_MAX}");
-            return Err(Error::Others(text));
+            return Err(Error::Others(too_long(payload.len())));
         }
         let (sender, response) = oneshot::channel();
         let task = {
@@ -179,7 +175,7 @@ impl Shared {
             for bytes in [&head, &payload] {
                 // After a violation the task ends the session, and this call.
                 let _ = session.follow.sent(bytes);
-                session.queue.extend(bytes);
+                session.queue.push(bytes);
             }
             session.waiting.insert(stream, sender);
             session.task.clone()
@@ -200,17 +196,7 @@ impl Shared {
             return Err(refused(violation.clone()));
         }
         let before = session.queue.len();
-        while !session.queue.is_empty() {
-            match Pin::new(&mut *stream).poll_write(cx, session.queue.as_slices().0) {
-                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
-                Poll::Ready(Ok(count)) => drop(session.queue.drain(..count)),
-                Poll::Ready(Err(error)) => return Err(error),
-                Poll::Pending => break,
-            }
-        }
-        if session.queue.is_empty() {
-            session.queue.shrink_to(KEPT);
-        }
+        session.queue.write(cx, stream)?;
         if before >= MAX_WAITING && session.queue.len() < MAX_WAITING {
             self.changed.notify_waiters();
         }
@@ -236,7 +222,7 @@ impl Shared {
         let waiting = {
             let mut session = self.lock();
             session.end = Some(end.clone());
-            session.queue = VecDeque::new();
+            session.queue = Outgoing::default();
             std::mem::take(&mut session.waiting)
         };
         for caller in waiting.into_values() {
@@ -258,8 +244,8 @@ async fn serve(mut stream: impl AsyncRead + AsyncWrite + Unpin, shared: Arc<Shar
             return Poll::Ready(error);
         }
         loop {
-            match ready!(incoming.poll(cx, &mut stream, &shared)) {
-                Ok(()) => {}
+            match ready!(incoming.poll(cx, &mut stream, |bytes| shared.received(bytes))) {
+                Ok((head, payload)) => shared.deliver(head.stream_id, payload),
                 Err(error) => return Poll::Ready(error),
             }
         }
@@ -268,59 +254,13 @@ async fn serve(mut stream: impl AsyncRead + AsyncWrite + Unpin, shared: Arc<Shar
     shared.end(&error);
 }
 
-/// The response that is being read.
-#[derive(Default)]
-struct Incoming {
-    head: [u8; MESSAGE_HEADER_LENGTH],
-    body: Vec<u8>,
-    /// Bytes read of both.
-    read: usize,
-}
-
-impl Incoming {
-    /// Reads more of it, and delivers it once it is complete.
-    fn poll(
-        &mut self,
-        cx: &mut Context<'_>,
-        stream: &mut (impl AsyncRead + Unpin),
-        shared: &Shared,
-    ) -> Poll<io::Result<()>> {
-        let in_head = self.read < MESSAGE_HEADER_LENGTH;
-        let space = match in_head {
-            true => &mut self.head[self.read..],
-            false => &mut self.body[self.read - MESSAGE_HEADER_LENGTH..],
-        };
-        let mut space = ReadBuf::new(space);
-        ready!(Pin::new(stream).poll_read(cx, &mut space))?;
-        let count = space.filled().len();
-        if count == 0 {
-            return Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()));
-        }
-        // Before space is made for what a header announces.
-        shared.received(space.filled())?;
-        self.read += count;
-        if self.read < MESSAGE_HEADER_LENGTH {
-            return Poll::Ready(Ok(()));
-        }
-        let head = MessageHeader::from(&self.head[..]);
-        if in_head {
-            self.body = vec![0; head.length as usize];
-        }
-        if self.read == MESSAGE_HEADER_LENGTH + self.body.len() {
-            shared.deliver(head.stream_id, std::mem::take(&mut self.body));
-            self.read = 0;
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use sandboxer_protocol::agent::{AgentClient, StatsRequest, WriteInputRequest};
     use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
     use ttrpc::{
         context::{Context as Forever, with_duration},
-        proto::MESSAGE_TYPE_RESPONSE,
+        proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_RESPONSE},
     };
 
     use super::*;

@@ -13,6 +13,7 @@
 pub mod boot;
 pub mod check;
 pub mod disk_index;
+pub mod frames;
 pub mod id;
 pub mod link;
 pub mod mark;

@@ -35,13 +35,14 @@ use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
     task::{JoinHandle, JoinSet},
 };
-use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
-use tokio_util::sync::CancellationToken;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tonic::transport::{Server, server::Router};
 
 use crate::{
     api::{
-        self, admin::AdminService, peers, sandbox::SandboxService, sandbox_container, task, task::TaskService,
+        self, admin::AdminService, peers, sandbox::SandboxService, sandbox_container, task,
+        task::TaskService, ttrpc_server,
     },
     events::Events,
     front::{self, Front},
@@ -279,7 +280,7 @@ async fn serve(
     let admin = AdminService::new(node.clone(), recovered.alive);
 
     let lost = CancellationToken::new();
-    let _tasks = serve_tasks(&node, controller.clone(), &lost).await?;
+    let _tasks = serve_tasks(&node, controller.clone(), &lost)?;
     let filling = spawn_background(&node, &shutdown);
     let sending = node.traces.run();
     let mut services = Services::new(shutdown.clone());
@@ -318,20 +319,17 @@ async fn serve(
 
 /// Serves the task API on the connections from the front. Cancels `lost` when the front is gone; the front repeats
 /// this worker's requests, so they need not finish.
-async fn serve_tasks(
+fn serve_tasks(
     node: &Arc<DaemonState>,
     controller: Arc<SandboxService>,
     lost: &CancellationToken,
-) -> Result<ttrpc::asynchronous::Server, DaemonError> {
+) -> Result<AbortOnDropHandle<()>, DaemonError> {
     let connections = node
         .front
         .connections(lost.clone())
         .map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
-    let mut tasks = ttrpc::asynchronous::Server::new()
-        .add_listener(ttrpc::asynchronous::transport::Listener::new(ReceiverStream::new(connections)))
-        .register_service(task::services(Arc::new(TaskService::new(node.clone(), controller))));
-    tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
-    Ok(tasks)
+    let tasks = Arc::new(TaskService::new(node.clone(), controller));
+    Ok(ttrpc_server::serve(connections, task::services(tasks)))
 }
 
 /// Starts what runs beside the services. Returns the task that keeps the pool filled.

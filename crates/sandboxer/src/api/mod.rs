@@ -20,3 +20,4 @@ pub mod task;
 mod templates;
 mod traced;
 mod traffic;
+pub mod ttrpc_server;

@@ -8,6 +8,7 @@ use std::{
     os::unix::process::CommandExt,
     process::{Command, ExitCode},
     sync::Arc,
+    time::Duration,
 };
 
 use anyhow::{Context, anyhow};
@@ -26,6 +27,8 @@ use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::Sub
 const WORKERS: usize = 2;
 /// Threads for blocking file operations.
 const BLOCKING: usize = 8;
+/// After this time without work such a thread ends, and its stack of up to 90 KiB with it.
+const IDLE: Duration = Duration::from_secs(2);
 /// Most memory of a helper, bytes; what it reads of a volume has a much lower bound.
 const HELPER_MEMORY: u64 = 1 << 30;
 
@@ -84,6 +87,7 @@ fn start(options: &Options) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(BLOCKING)
+        .thread_keep_alive(IDLE)
         .enable_all()
         .build()
         .context("cannot start the runtime")?;

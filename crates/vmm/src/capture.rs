@@ -114,8 +114,8 @@ impl Drop for Capture {
 }
 
 async fn copy(mut from: impl AsyncRead + Unpin, target: &Target, half: u64) -> io::Result<()> {
-    let mut file = append(&target.path()).await?;
-    let mut length = file.metadata().await?.len();
+    let mut file = Box::pin(append(&target.path())).await?;
+    let mut length = Box::pin(file.metadata()).await?.len();
     loop {
         let chunk = match read(&mut from).await {
             Ok(chunk) if chunk.is_empty() => return file.flush().await,
@@ -124,15 +124,24 @@ async fn copy(mut from: impl AsyncRead + Unpin, target: &Target, half: u64) -> i
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return file.flush().await,
             Err(error) => return Err(error),
         };
-        file.write_all(&chunk).await?;
-        file.flush().await?;
         length += chunk.len() as u64;
+        // Boxed: waiting for output takes longer than writing it.
+        Box::pin(write(&mut file, chunk)).await?;
         if length >= half {
-            fs::rename(target.path(), target.older()).await?;
-            file = append(&target.path()).await?;
+            file = Box::pin(rotate(target)).await?;
             length = 0;
         }
     }
+}
+
+async fn write(file: &mut File, chunk: Vec<u8>) -> io::Result<()> {
+    file.write_all(&chunk).await?;
+    file.flush().await
+}
+
+async fn rotate(target: &Target) -> io::Result<File> {
+    fs::rename(target.path(), target.older()).await?;
+    append(&target.path()).await
 }
 
 /// Waits for the next bytes; none at the end. There is no buffer while it waits: most guests are silent most of the time.

@@ -124,7 +124,8 @@ impl Watched {
     /// Waits for the process's end. Returns how it ended.
     pub async fn end(&self) -> String {
         let exit = self.process.exited().await;
-        self.captures.drained().await;
+        // Boxed: this waits for as long as the VMM runs.
+        Box::pin(self.captures.drained()).await;
         match self.cause.get() {
             Some(cause) => format!("was killed after {cause}"),
             None => exit.to_string(),

@@ -65,7 +65,9 @@ macro_rules! call_again {
         loop {
             let session = $self.session.borrow().clone();
             match call!($self, session, $rpc, $deadline, $request) {
-                Err(error) if is_end(&error) && $self.next_session(session.number, $limit).await => {}
+                // Boxed: it is rare, and these calls wait for long.
+                Err(error)
+                    if is_end(&error) && Box::pin($self.next_session(session.number, $limit)).await => {}
                 answer => break answer.map_err(|error| $self.error(stringify!($rpc), error)),
             }
         }
@@ -183,7 +185,7 @@ impl Session {
             // No timeout.
             _ => Duration::MAX,
         };
-        let room = tokio::time::timeout(limit, self.calls.room()).await;
+        let room = Box::pin(tokio::time::timeout(limit, self.calls.room())).await;
         room.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
     }
 }

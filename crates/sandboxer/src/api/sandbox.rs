@@ -238,7 +238,8 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerWaitRequest>,
     ) -> Result<Response<ControllerWaitResponse>, Status> {
-        let pod = self.pod_or_held(&request.get_ref().sandbox_id).await?;
+        // Boxed: this waits for as long as the pod runs.
+        let pod = Box::pin(self.pod_or_held(&request.get_ref().sandbox_id)).await?;
         self.starts.shown(pod.id());
         let status = tokio::select! {
             status = pod.stopped() => status.map_err(grpc)?,

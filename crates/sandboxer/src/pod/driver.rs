@@ -116,7 +116,7 @@ fn driver(
         unreached: None,
         ending: false,
         lost: None,
-        counted: watch::channel(true).1,
+        counted: None,
         placed: found.placed,
         placement: found.placement,
         placing: None,
@@ -235,8 +235,8 @@ struct Driver {
     placement: Placement,
     /// Completes when that is done.
     placing: Option<oneshot::Receiver<Infallible>>,
-    /// Whether its VMM is in the pod's control group; closed without a value if the move failed.
-    counted: watch::Receiver<bool>,
+    /// Whether its VMM is in the pod's control group; closed without a value if the move failed. None: it is.
+    counted: Option<watch::Receiver<bool>>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
     /// Its listeners on the host.
@@ -383,6 +383,16 @@ impl Driver {
             place: self.view_place(),
             steps: self.stages.steps(),
             containers,
+        }
+    }
+
+    /// Waits until the VMM is in the pod's control group. A VMM that could not be moved has been killed.
+    fn until_counted(&self) -> impl Future<Output = ()> + Send + use<> {
+        let counted = self.counted.clone();
+        async move {
+            if let Some(mut counted) = counted {
+                let _ = counted.wait_for(|counted| *counted).await;
+            }
         }
     }
 

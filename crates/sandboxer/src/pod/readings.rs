@@ -48,8 +48,8 @@ pub struct Readings {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The last values of each container and of the guest.
-    last: HashMap<Option<ContainerId>, Reading>,
+    /// The last values of each container and of the guest. Boxed: a map of two has space for four.
+    last: HashMap<Option<ContainerId>, Box<Reading>>,
     /// The part of the VMM's processor time during which it answered.
     answering: Duration,
     /// Pending calls to the guest.
@@ -154,14 +154,15 @@ impl Readings {
         }
         if let Ok(values) = &told {
             let ran = known.ran(cpu_time);
-            known.last.insert(of, Reading { at: Instant::now(), ran, values: values.clone() });
+            let reading = Reading { at: Instant::now(), ran, values: values.clone() };
+            known.last.insert(of, Box::new(reading));
         }
         told
     }
 
     fn last(&self, known: &mut Known, of: &Option<ContainerId>) -> Result<StatsResponse, PodError> {
         let no_readings = || PodError::NoReadings { pod: self.pod.clone(), limit: LIMIT };
-        let Reading { at, values, .. } = known.last.get(of).ok_or_else(no_readings)?;
+        let Reading { at, values, .. } = &**known.last.get(of).ok_or_else(no_readings)?;
         self.old.fetch_add(1, Ordering::Relaxed);
         tracing::debug!(pod = %self.pod, container = ?of, age = ?at.elapsed(), "old statistics are answered");
         Ok(values.clone())

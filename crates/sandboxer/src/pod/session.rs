@@ -7,10 +7,10 @@
 use std::{sync::Arc, time::Duration};
 
 use sandboxer_base::chain;
-use sandboxer_protocol::link::LinkKey;
+use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{DaemonState, spec::PodSpec};
+use super::DaemonState;
 use crate::{error::PodError, pod::container::start::RunningVm};
 
 /// Delay before the first greeting. If the VM has exited, this is noticed by then.
@@ -21,8 +21,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 const LASTING: Duration = Duration::from_secs(10);
 
 /// Creates a new session whenever one ends, until it is dropped. Returns the guest's fault if it broke one.
-pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: RunningVm) -> PodError {
-    let pod = &spec.id;
+pub async fn keep(node: Arc<DaemonState>, pod: SandboxId, key: LinkKey, live: RunningVm) -> PodError {
     let mut pause = FIRST_PAUSE;
     loop {
         let since = Instant::now();
@@ -36,7 +35,7 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
             sleep(pause).await;
             pause = (2 * pause).min(MAX_PAUSE);
             // Boxed: it is rare, and larger than all that waits for it.
-            match Box::pin(resume(&node, &spec, &key, &live)).await {
+            match Box::pin(resume(&node, &pod, &key, &live)).await {
                 Ok(()) => break,
                 Err(error) => {
                     tracing::debug!(%pod, error = chain(&error), "cannot greet the agent again");
@@ -47,11 +46,16 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
     }
 }
 
-async fn resume(node: &DaemonState, spec: &PodSpec, key: &LinkKey, live: &RunningVm) -> Result<(), PodError> {
+async fn resume(
+    node: &DaemonState,
+    pod: &SandboxId,
+    key: &LinkKey,
+    live: &RunningVm,
+) -> Result<(), PodError> {
     let limit = node.config.vm.agent_timeout;
-    let greeting = sandboxer_guest::connect(&spec.id, live.vm.as_ref(), key, node.config.vm.agent_timeout);
+    let greeting = sandboxer_guest::connect(pod, live.vm.as_ref(), key, node.config.vm.agent_timeout);
     let greeted = timeout(limit, greeting).await;
-    let late = |_| PodError::NotReady { pod: spec.id.clone(), limit, console: String::new() };
+    let late = |_| PodError::NotReady { pod: pod.clone(), limit, console: String::new() };
     let (next, _) = greeted.map_err(late)??;
     live.agent.resume(&next);
     Ok(())

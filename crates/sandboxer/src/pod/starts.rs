@@ -62,8 +62,9 @@ impl Starts {
                 if pod.status().state != PodState::Created {
                     return;
                 }
-                if !has_network(&pod).await {
-                    return remove(&pod).await;
+                // Boxed: mostly containerd has started it by then.
+                if !Box::pin(has_network(&pod)).await {
+                    return Box::pin(remove(&pod)).await;
                 }
             }
         });
@@ -131,13 +132,14 @@ async fn remove_forgotten(starts: Arc<Starts>, mut pods: Vec<SandboxId>) {
                 continue;
             }
             if let Ok(pod) = starts.node.registry.pod(&id) {
-                if has_network(&pod).await {
+                // Boxed: mostly containerd knows it by then.
+                if Box::pin(has_network(&pod)).await {
                     // containerd may be removing it, or may still ask for it.
                     pods.push(id);
                     continue;
                 }
                 tracing::info!(pod = %id, "removed: its start was never answered, and containerd does not ask for it");
-                remove(&pod).await;
+                Box::pin(remove(&pod)).await;
             }
             starts.shown(&id);
         }

@@ -192,7 +192,8 @@ impl Vm for FirecrackerVm {
 
     async fn exited(&self) -> VmExit {
         let how = self.watched.end().await;
-        VmExit { how, last_lines: self.watched.captures.last_lines().await }
+        // Boxed: this waits for as long as the VM runs.
+        VmExit { how, last_lines: Box::pin(self.watched.captures.last_lines()).await }
     }
 
     async fn kill(&self) -> Result<(), VmmError> {

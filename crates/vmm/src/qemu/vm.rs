@@ -228,8 +228,12 @@ impl Vm for QemuVm {
 
     async fn exited(&self) -> VmExit {
         let exit = self.process.exited().await;
-        self.captures.drained().await;
-        VmExit { how: exit.to_string(), last_lines: self.captures.last_lines().await }
+        // Boxed: this waits for as long as the VM runs.
+        let last_lines = Box::pin(async {
+            self.captures.drained().await;
+            self.captures.last_lines().await
+        });
+        VmExit { how: exit.to_string(), last_lines: last_lines.await }
     }
 
     async fn kill(&self) -> Result<(), VmmError> {

@@ -120,18 +120,22 @@ pub(super) async fn converse(
             return;
         };
         waiting.push_back(answer);
-        let sent = match fd {
-            Some(fd) => send_with(wire.get_ref(), format!("{command}\n").as_bytes(), &fd).await,
-            None => wire.send(command.to_string()).await.map_err(|error| match error {
-                LinesCodecError::Io(error) => error,
-                LinesCodecError::MaxLineLengthExceeded => io::ErrorKind::InvalidInput.into(),
-            }),
-        };
-        if sent.is_err() {
+        // Boxed: mostly nothing is sent.
+        if Box::pin(send(&mut wire, &command, fd)).await.is_err() {
             return;
         }
     }
     tracing::warn!(commands = OWED, "QEMU does not answer its control socket: the connection is closed");
+}
+
+async fn send(wire: &mut Wire, command: &Value, fd: Option<OwnedFd>) -> io::Result<()> {
+    match fd {
+        Some(fd) => send_with(wire.get_ref(), format!("{command}\n").as_bytes(), &fd).await,
+        None => wire.send(command.to_string()).await.map_err(|error| match error {
+            LinesCodecError::Io(error) => error,
+            LinesCodecError::MaxLineLengthExceeded => io::ErrorKind::InvalidInput.into(),
+        }),
+    }
 }
 
 /// Sends a line, and a descriptor with its first byte. No other line may be waiting to be sent.

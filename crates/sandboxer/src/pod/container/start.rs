@@ -356,7 +356,8 @@ pub async fn follow(
             io.drained().await;
             if let Some(path) = message {
                 let pod = live.vm.record().pod;
-                if let Err(error) = helpers.write_message(&pod, &path, exit.message).await {
+                // Boxed: this waits for as long as the process runs.
+                if let Err(error) = Box::pin(helpers.write_message(&pod, &path, exit.message)).await {
                     tracing::warn!(container = %subject.container, ?path, error = chain(&error), "cannot write the termination message");
                 }
             }

@@ -185,15 +185,14 @@ impl Driver {
 
     /// Runs `work`, which blocks, after the VMM is in its control group and earlier works are complete.
     fn in_turn(&mut self, work: impl FnOnce() + Send + 'static) {
-        let mut counted = self.counted.clone();
+        let counted = self.until_counted();
         let (over, placing) = oneshot::channel::<Infallible>();
         let before = self.placing.replace(placing);
         self.work.spawn(async move {
             if let Some(before) = before {
                 let _ = before.await;
             }
-            // It is in its control group then; a VMM that could not be moved has been killed.
-            let _ = counted.wait_for(|counted| *counted).await;
+            counted.await;
             let _ = tokio::task::spawn_blocking(work).await;
             drop(over);
             Done::Nothing

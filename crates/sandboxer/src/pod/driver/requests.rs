@@ -146,9 +146,9 @@ impl Driver {
         let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
         if let Some(live) = self.live.clone() {
             self.ending = true;
-            let mut counted = self.counted.clone();
+            let counted = self.until_counted();
             self.work.spawn(async move {
-                let _ = counted.wait_for(|counted| *counted).await;
+                counted.await;
                 Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await)
             });
         } else if let Some(unreached) = self.unreached.clone() {
@@ -203,12 +203,11 @@ impl Driver {
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone()).within(request);
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
-        let (mut counted, cancel) = (self.counted.clone(), self.cancel.clone());
+        let (counted, cancel) = (self.until_counted(), self.cancel.clone());
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
-                // A VMM that could not be moved has been killed.
-                let _ = counted.wait_for(|counted| *counted).await;
+                counted.await;
                 node.admission.enter(Work::Container).await
             };
             let cancelled = || PodError::Cancelled(spec.id.clone());

@@ -131,7 +131,7 @@ impl Driver {
     fn wait_until_counted(&mut self, counting: Option<CgroupAttach>) {
         let Some(counting) = counting else { return };
         let (counted, is_counted) = watch::channel(false);
-        self.counted = is_counted;
+        self.counted = Some(is_counted);
         let spec = self.spec.clone();
         self.work.spawn(async move {
             match counting.done(&spec).await {
@@ -361,12 +361,12 @@ impl Driver {
         if let Some(live) = &self.live {
             let (vm, live) = (live.vm.clone(), live.clone());
             self.work.spawn(async move { Done::VmEnded(vm.exited().await) });
-            let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
+            let (node, pod, key) = (self.node.clone(), self.spec.id.clone(), self.link_key.clone());
             let cancel = self.cancel.clone();
             live.agent.follow();
             self.work.spawn(async move {
                 // Boxed: what waits with it has space for it twice.
-                let kept = Box::pin(session::keep(node, spec, key, live.clone()));
+                let kept = Box::pin(session::keep(node, pod, key, live.clone()));
                 let broken = cancel.run_until_cancelled(kept).await;
                 // The waiters get this one.
                 live.agent.give_up();

@@ -5,6 +5,7 @@
 //! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
 //! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
 //! | [`check`] | a checking program and the daemon | a pod that never exists |
+//! | [`frames`] | daemon and agents, containerd and daemon | ttrpc, polled |
 //! | [`mark`] | the doctor and an agent's file | a text in the file |
 //! | [`share`] | a guest's kernel and the process that serves its shares | a disk, or vsock |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |

@@ -257,7 +257,7 @@ fn interrupts_in_kernel(spec: &VmSpec) -> bool {
 }
 
 /// Returns whether the guest finds its devices by ACPI. Without it, QEMU makes no tables and the guest reads none: the firmware's table of processors
-/// and interrupts is enough for as many lines as KVM's first interrupt controller has. An emulated guest needs ACPI for its timer.
+/// and interrupts is enough for as many lines as KVM's first interrupt controller has. An emulated guest without it did not get to its init.
 fn has_acpi(spec: &VmSpec, execution: Execution) -> bool {
     !(matches!(execution, Execution::Kvm) && interrupts_in_kernel(spec))
 }

@@ -17,7 +17,7 @@ use crate::test_guest::{
     contract::{
         a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back, frozen,
         grows_and_shrinks, is_jailed, keeps_its_memory, keeps_the_contract,
-        requests_for_files_have_a_link_of_their_own,
+        requests_for_files_have_a_link_of_their_own, takes_the_disks_of_a_first_container,
     },
     serve_in_memory,
 };
@@ -29,6 +29,7 @@ const LONG: Duration = Duration::from_secs(90);
 async fn the_double_keeps_the_contract() {
     let vmm = FakeVmm::new(serve_in_memory);
     keeps_the_contract(&vmm, Pod::spec).await;
+    takes_the_disks_of_a_first_container(&vmm, Pod::spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::spec).await;
     grows_and_shrinks(&vmm, Pod::spec).await;
@@ -44,6 +45,14 @@ async fn qemu_keeps_the_contract() {
         assert_eq!(guest.ask("nic").await, "02:73:62:78:00:00");
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn qemu_takes_the_disks_of_a_first_container() {
+    let vmm = test_guest::qemu().await;
+    takes_the_disks_of_a_first_container(&vmm, Pod::spec).await;
+    // More interfaces than a VM with slots has: the disks are plugged in.
+    takes_the_disks_of_a_first_container(&vmm, |pod| VmSpec { nics: 3, ..pod.spec() }).await;
 }
 
 /// A guest waits 10 ms for the first disk of a controller when the second one comes.

@@ -52,7 +52,7 @@ pub use held::{Held, HeldProcesses};
 pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory, Vcpus};
 pub use rate::{DiskLimits, Rate};
 pub use setup::{SetupError, detect, detect_all};
-pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
+pub use spec::{DiskSpec, FIRST_IMAGE, NamedTaps, SPARE, Shape, VmSpec};
 pub use vmms::{VmmKey, Vmms};
 
 /// A kind of VMM, ready to run VMs.

@@ -13,6 +13,7 @@
 //! privately, and share the pages that none of them has written.
 
 mod command_line;
+mod slots;
 mod version;
 mod vm;
 
@@ -205,11 +206,17 @@ struct Started {
 }
 
 impl Started {
-    /// Returns the VM, which now outlives this.
-    fn keep(self) -> Arc<dyn Vm> {
+    /// Returns the VM, which now outlives this, or kills it.
+    async fn kept_if(self, ready: Result<(), VmmError>) -> Result<Arc<dyn Vm>, VmmError> {
+        if let Err(error) = ready {
+            if let Err(left) = self.vm.kill().await {
+                tracing::error!(pod = %self.vm.record.pod, error = %left, "cannot kill a VM that did not get ready");
+            }
+            return Err(error);
+        }
         self.files.keep();
         self.process.keep();
-        Arc::new(self.vm)
+        Ok(Arc::new(self.vm))
     }
 }
 
@@ -229,7 +236,9 @@ impl Vmm for Qemu {
             None => huge_pages::reserve(spec, owner)?,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
-        Ok(self.start(spec, begin, memory.into_iter().collect(), jail).await?.keep())
+        let started = self.start(spec, begin, memory.into_iter().collect(), jail).await?;
+        let limited = started.vm.limit(&spec.disks).await;
+        started.kept_if(limited).await
     }
 
     fn has_huge_pages(&self) -> bool {
@@ -261,13 +270,8 @@ impl Vmm for Qemu {
             started.vm.load(state_fd).await?;
             started.vm.limit(&spec.disks).await
         };
-        if let Err(error) = restored.await {
-            if let Err(left) = started.vm.kill().await {
-                tracing::error!(pod = %spec.pod, error = %left, "cannot kill a VM that was not restored");
-            }
-            return Err(error);
-        }
-        Ok(started.keep())
+        let restored = restored.await;
+        started.kept_if(restored).await
     }
 
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {

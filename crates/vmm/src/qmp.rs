@@ -20,7 +20,7 @@ use tokio::{
 
 use crate::{DiskLimits, Rate};
 
-pub use self::block::{BlockNode, NbdNode, UnixServer};
+pub use self::block::{BlockNode, NbdNode, TopNode, UnixServer};
 #[cfg(fuzzing)]
 pub(crate) use self::connection::is_message;
 use self::connection::{Event, Message, QUEUE, Request, converse, next};
@@ -87,6 +87,11 @@ impl Qmp {
     pub async fn blockdev_add(&self, node: &impl Serialize, limit: Duration) -> Result<(), QmpError> {
         let arguments = serde_json::to_value(node).map_err(|error| QmpError::Malformed(error.to_string()))?;
         self.execute("blockdev-add", arguments, limit).await
+    }
+
+    /// Gives a disk other content.
+    pub async fn blockdev_reopen(&self, node: &TopNode, limit: Duration) -> Result<(), QmpError> {
+        self.execute("blockdev-reopen", json!({ "options": [node] }), limit).await
     }
 
     /// Removes a disk image. An unknown one is no error.

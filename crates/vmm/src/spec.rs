@@ -68,7 +68,7 @@ pub struct VmSpec {
     /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
     /// memory of the VMM.
     pub memory_file: Option<PathBuf>,
-    /// Disks that the VM boots with, without limits. A VM that is restored: those that the frozen one had, each with a file of
+    /// Disks that the VM boots with. A VM that is restored: those that the frozen one had, each with a file of
     /// its own. A VMM whose frozen VM remembers limits keeps those.
     pub disks: Vec<DiskSpec>,
     /// No caller waits for it: its processes get low priority until it is assigned to a pod.
@@ -159,6 +159,12 @@ pub struct NamedTaps {
     /// The taps in it, one for each interface of the VM.
     pub names: Vec<String>,
 }
+
+/// Serial of the image of a pod's first container. For this disk and for [`SPARE`] a VM may have a device from its boot on: the guest
+/// then has no device to find when they are attached, and its device stays when they are detached. Every VM takes disks of these names.
+pub const FIRST_IMAGE: &str = "image-0";
+/// Serial of the disk for the writes of a pod's first container. See [`FIRST_IMAGE`].
+pub const SPARE: &str = "spare-0";
 
 /// A disk of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

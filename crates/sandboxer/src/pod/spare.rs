@@ -3,19 +3,16 @@
 //! The first container of a pod that writes to its root file system takes it. Later containers, and those that request
 //! another size, get a new disk when they are created. The guest of a template has it mounted, so a copy only needs a file
 //! for it: the same empty file system, to which the guest of the template has written nothing that it does not still have in
-//! memory.
+//! memory. A VM that boots for its pod has it from the start, not mounted.
 
 use std::sync::{Mutex, PoisonError};
 
 use sandboxer_base::chain;
 use sandboxer_host::rootfs::{FsType, RootfsStore, Scratch};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
-use sandboxer_vmm::{DiskLimits, DiskSpec};
+use sandboxer_vmm::{DiskLimits, DiskSpec, SPARE};
 
 use crate::{error::PodError, pod::container::start::RunningVm, template::Template};
-
-/// Its serial number. Serial numbers of container disks and volumes have other prefixes.
-pub const SERIAL: &str = "spare-0";
 
 /// The scratch disk that no container of the pod uses yet, if there is one.
 #[derive(Debug, Default)]
@@ -36,29 +33,40 @@ impl Spare {
     }
 }
 
-/// The disk of a template's copy: its guest has it mounted.
+/// The disk of a VM that is about to start.
 #[derive(Debug)]
-pub struct OfCopy {
+pub struct First {
     /// The disk.
     pub disk: DiskSpec,
     /// Its file, until the VMM has opened it.
     pub file: Scratch,
 }
 
-/// Creates the disk of a copy of `template`, if its guest has one.
+/// Creates the disk of a VM that boots for `pod`; none if containers write to memory.
+pub async fn of_boot(
+    rootfs: &RootfsStore,
+    pod: &SandboxId,
+    limits: DiskLimits,
+) -> Result<Option<First>, PodError> {
+    let file = rootfs.scratch(pod, pod, None).await?;
+    Ok(file.map(|file| First { disk: DiskSpec { limits, ..disk(&file) }, file }))
+}
+
+/// Creates the disk of a copy of `template`, whose guest has it mounted, if it has one.
 pub async fn of_copy(
     rootfs: &RootfsStore,
     pod: &SandboxId,
     template: &Template,
-) -> Result<Option<OfCopy>, PodError> {
-    let Some(limits) = template.scratch_limits else { return Ok(None) };
-    let Some(file) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
-    Ok(Some(OfCopy { disk: DiskSpec { limits, ..disk(&file) }, file }))
+) -> Result<Option<First>, PodError> {
+    match template.scratch_limits {
+        Some(limits) => of_boot(rootfs, pod, limits).await,
+        None => Ok(None),
+    }
 }
 
 fn disk(file: &Scratch) -> DiskSpec {
     DiskSpec {
-        serial: SERIAL.to_owned(),
+        serial: SPARE.to_owned(),
         path: file.path().to_owned(),
         read_only: false,
         limits: DiskLimits::default(),
@@ -78,7 +86,7 @@ pub async fn plug(
     drop(scratch);
     let prepared = live.agent.prepare_disk(message(&disk)).await;
     if prepared.is_err()
-        && let Err(error) = live.vm.detach_disk(SERIAL).await
+        && let Err(error) = live.vm.detach_disk(SPARE).await
     {
         tracing::warn!(%pod, error = chain(&error), "cannot detach a scratch disk");
     }

@@ -384,9 +384,13 @@ impl<'a> Prepared<'a> {
     }
 
     async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
-        let described = self.vm_spec(key);
+        let spare = spare::of_boot(&self.node.rootfs, &self.spec.id, self.spec.disk_limits).await?;
+        let disks = spare.iter().map(|spare| spare.disk.clone()).collect();
+        let described = VmSpec { disks, ..self.vm_spec(key) };
         let vm = answered(self.spec, until, "the boot", self.vmm().boot(&described)).await?;
-        Ok(self.running(vm, StartPath::Boot, until, undo))
+        // The VMM has its file open, which can be unlinked.
+        let spare = spare.map(|spare| spare.disk);
+        Ok(Running { spare, ..self.running(vm, StartPath::Boot, until, undo) })
     }
 
     fn vmm(&self) -> &dyn Vmm {

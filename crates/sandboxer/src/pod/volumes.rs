@@ -44,6 +44,8 @@ pub struct Volumes {
     pub shares: Shares,
     /// A scratch disk that no container uses yet.
     pub spare: Spare,
+    /// No container has taken the name of the first one's image.
+    is_first_image_free: AtomicBool,
     /// Size of new disks, if the pod requested one.
     disk_bytes: Option<u64>,
     /// Volumes that an earlier daemon may have left half-created.
@@ -86,7 +88,15 @@ impl Volume {
 impl Volumes {
     /// Creates an empty set.
     pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
-        Self { store, shares, spare: Spare::default(), disk_bytes, earlier: None, all: Mutex::default() }
+        Self {
+            store,
+            shares,
+            spare: Spare::default(),
+            is_first_image_free: true.into(),
+            disk_bytes,
+            earlier: None,
+            all: Mutex::default(),
+        }
     }
 
     /// Returns the volumes of an earlier daemon; the agent knows `made`. See [`Volumes::go_on`].
@@ -105,8 +115,14 @@ impl Volumes {
             (needed.id.clone(), Volume::new(needed, is_made))
         });
         let (all, earlier) = (Mutex::new(all.collect()), Some(Earlier { made }));
-        // An earlier one is dropped.
-        Self { all, store, shares, spare: Spare::default(), disk_bytes, earlier }
+        // An earlier scratch disk is dropped, and the first container may have been there.
+        let (spare, is_first_image_free) = (Spare::default(), false.into());
+        Self { all, store, shares, spare, is_first_image_free, disk_bytes, earlier }
+    }
+
+    /// Returns whether a container may name its image [`sandboxer_vmm::FIRST_IMAGE`]: the first that asks.
+    pub fn take_first_image(&self) -> bool {
+        self.is_first_image_free.swap(false, Ordering::Relaxed)
     }
 
     /// Resumes updates of an earlier daemon's volumes.

@@ -15,7 +15,7 @@ use crate::{
         Guest, Pod,
         contract::{
             copies_of_a_frozen_vm_are_vms, gets_vcpus_and_gives_them_up, grows_and_shrinks,
-            keeps_the_contract,
+            keeps_the_contract, takes_the_disks_of_a_first_container,
         },
         vm_config,
     },
@@ -50,6 +50,7 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
     keeps_the_contract(&vmm, Pod::halting_spec).await;
     grows_and_shrinks(&vmm, Pod::halting_spec).await;
     gets_vcpus_and_gives_them_up(&vmm, Pod::halting_spec).await;
+    takes_the_disks_of_a_first_container(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     Ok(Outcome::Done)
 }

@@ -27,7 +27,7 @@ use crate::{
         Pod,
         contract::{
             GROWTH_MIB, copies_of_a_frozen_vm_are_vms, grows_and_shrinks, is_jailed, keeps_the_contract,
-            requests_for_files_have_a_link_of_their_own, sealed,
+            requests_for_files_have_a_link_of_their_own, sealed, takes_the_disks_of_a_first_container,
         },
     },
 };
@@ -70,6 +70,7 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<()> {
     let pod = Pod::new("program");
     let vmm = subject.vmm(&pod).await?;
     keeps_the_contract(&vmm, Pod::halting_spec).await;
+    takes_the_disks_of_a_first_container(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::halting_spec).await;
     grows_and_shrinks(&vmm, Pod::halting_spec).await;

@@ -15,8 +15,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, Vcpus, Vm, VmRecord, VmSpec,
-    Vmm, VmmError, hotplug,
+    AgentStream, DiskSpec, FIRST_IMAGE, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, SPARE, Vcpus, Vm,
+    VmRecord, VmSpec, Vmm, VmmError, hotplug,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -206,6 +206,56 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     assert!(files.is_some_and(|(_, soft, hard)| *soft <= 4096 && hard == soft), "{seen:?}");
     assert_eq!(seen.mounts as usize, mounts.lines().count());
     user
+}
+
+/// Tests the disks for which a VM may have a device from its boot on: a VM, and a copy of a frozen one.
+pub async fn takes_the_disks_of_a_first_container(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let pod = Pod::new("first-disks");
+    let disks = vec![pod.limited_disk(SPARE)];
+    let vm = vmm.boot(&VmSpec { disks, ..spec(&pod) }).await.expect("it boots with its disk for writes");
+    let (vm, _guest) = images_come_and_go(vmm, vm, &pod).await;
+    vm.detach_disk(SPARE).await.expect("it is unplugged");
+    assert!(!has_open(vm.record().pid, &pod.disk(SPARE)).unwrap(), "its file stays open");
+    vm.kill().await.unwrap();
+
+    let host = Pod::new("first-disks-of-a-template");
+    let frozen = frozen(vmm, spec, async |vm, mut guest| {
+        vm.attach_disk(&host.disk(SPARE)).await.expect("the disk comes later");
+        assert_eq!(guest.ask("await spare-0").await, "disk spare-0 ro=0 starts with spare-0");
+    })
+    .await;
+    let pod = Pod::new("first-disks-of-a-copy");
+    let spare = DiskSpec { serial: SPARE.into(), ..pod.limited_disk("of-the-copy") };
+    let copy = VmSpec { disks: vec![spare], ..spec(&pod) };
+    let vm = vmm.restore(&copy, &frozen).await.expect("a VM is restored");
+    vm.resume().await.unwrap();
+    let (vm, mut guest) = images_come_and_go(vmm, vm, &pod).await;
+    assert_eq!(guest.ask("await spare-0").await, "disk spare-0 ro=0 starts with of-the-copy");
+    vm.kill().await.unwrap();
+}
+
+/// Attaches a first image to a VM, and after it another one, by a later daemon.
+async fn images_come_and_go(vmm: &dyn Vmm, vm: Arc<dyn Vm>, pod: &Pod) -> (Arc<dyn Vm>, Guest) {
+    let image = |name: &str| DiskSpec { serial: FIRST_IMAGE.into(), read_only: true, ..pod.disk(name) };
+    let (one, other) = (image("one"), image("other"));
+    let mut guest = Guest::of(&*vm).await;
+    vm.attach_disk(&one).await.expect("it takes an image");
+    assert_eq!(guest.ask("await image-0").await, "disk image-0 ro=1 starts with one");
+    let twice = vm.attach_disk(&other).await.unwrap_err();
+    assert!(matches!(twice, VmmError::Refused { .. }), "{twice}");
+    assert_eq!(guest.ask("await image-0").await, "disk image-0 ro=1 starts with one");
+    // As if the daemon died: only the record remains.
+    let record = vm.record();
+    drop((vm, guest));
+    let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
+    let mut guest = Guest::of(&*vm).await;
+    vm.detach_disk(FIRST_IMAGE).await.expect("it is unplugged");
+    assert!(!has_open(record.pid, &one).unwrap(), "its file stays open");
+    vm.detach_disk(FIRST_IMAGE).await.expect("detaching what isn't there is no error");
+    vm.attach_disk(&other).await.expect("its serial is free again");
+    // A guest may still have the first one's device, but not its content.
+    assert_eq!(guest.ask("await image-0").await, "disk image-0 ro=1 starts with other");
+    (vm, guest)
 }
 
 /// Serial of a disk that a VM has when it is frozen.

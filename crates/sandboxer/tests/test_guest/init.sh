@@ -18,8 +18,12 @@ done
 
 # The block device whose serial number is $1.
 find_disk() {
-    for page in /sys/block/*/device/vpd_pg80; do
-        [ "$(tail -c +5 "$page" 2>/dev/null)" = "$1" ] || continue
+    for page in /sys/block/vd*/serial /sys/block/sd*/device/vpd_pg80; do
+        case $page in
+            */vpd_pg80) serial=$(tail -c +5 "$page" 2>/dev/null) ;;
+            *) serial=$(cat "$page" 2>/dev/null) ;;
+        esac
+        [ "$serial" = "$1" ] || continue
         disk=${page#/sys/block/}
         echo "${disk%%/*}"
         return

@@ -13,12 +13,16 @@ use sandboxer_protocol::{
     boot::{AGENT_PORT, KERNEL_WORDS},
     share::DISK_SERIAL,
 };
+use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::super::{
-    VmSpec,
-    qmp::{BlockNode, NbdNode, UnixServer},
-    spec::{DiskSpec, first_mac_text},
+use super::{
+    super::{
+        VmSpec,
+        qmp::{BlockNode, NbdNode, UnixServer},
+        spec::{DiskSpec, first_mac_text},
+    },
+    slots,
 };
 
 /// How the guest's CPUs are run.
@@ -52,6 +56,9 @@ pub struct Sockets {
 /// chooses itself, so that a later daemon knows it, too.
 pub fn set_of(serial: &str) -> u64 {
     const FIRST: u64 = 1000;
+    if let Some(slot) = slots::of(serial) {
+        return slot.set;
+    }
     let mut hash = 0x811c_9dc5_u32;
     for byte in serial.bytes() {
         hash = (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
@@ -234,14 +241,39 @@ impl CommandLine {
                 &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
             ]);
         }
-        for (disk, file) in spec.disks.iter().zip(&sockets.disks) {
+        self.add_disks(spec, &sockets.disks);
+    }
+
+    /// Adds the slots, and the disks that the VM begins with.
+    fn add_disks(&mut self, spec: &VmSpec, files: &[RawFd]) {
+        for (disk, file) in spec.disks.iter().zip(files) {
             let set = set_of(&disk.serial);
             self.add(&[&"-add-fd", &format!("fd={file},set={set}")]);
-            let node = block_node(disk, set);
-            self.add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);
-            self.add(&[&"-device", &disk_device(&disk.serial, controller(disk)).to_string()]);
+            self.add_node(&block_node(disk, set));
+            if !is_in_slot(spec, disk) {
+                self.add(&[&"-device", &disk_device(&disk.serial, controller(disk)).to_string()]);
+            }
+        }
+        if has_slots(spec) {
+            for slot in &slots::ALL {
+                self.add_node(&slot.empty_node());
+                self.add_node(&slot.first_node(&spec.disks));
+                self.add(&[&"-device", &slot.device(&device_id(slot.serial()))]);
+            }
         }
     }
+
+    fn add_node(&mut self, node: &impl Serialize) {
+        self.add(&[&"-blockdev", &serde_json::to_string(node).unwrap_or_default()]);
+    }
+}
+
+fn has_slots(spec: &VmSpec) -> bool {
+    spec.nics <= slots::MOST_NICS
+}
+
+fn is_in_slot(spec: &VmSpec, disk: &DiskSpec) -> bool {
+    has_slots(spec) && slots::of(&disk.serial).is_some()
 }
 
 /// Returns whether KVM can have the interrupt controller: it has no second one, and the first has lines for eight virtio
@@ -251,7 +283,7 @@ impl CommandLine {
 /// the 330 virtual ms of a boot, and an exit to QEMU for each interrupt's end.
 fn interrupts_in_kernel(spec: &VmSpec) -> bool {
     const LINES: u8 = 8;
-    /// The agent's port, the disks' controllers and the balloon.
+    /// The agent's port, the disks' controllers and the balloon. A VM has slots only if there are lines left.
     const OTHERS: u8 = 4;
     spec.nics <= LINES - OTHERS
 }
@@ -277,7 +309,7 @@ fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
         // time: 9 of the 110 ms of a container_create.
         line += " mitigations=off";
     }
-    if spec.disks.is_empty() {
+    if spec.disks.iter().all(|disk| is_in_slot(spec, disk)) {
         // There are no disks to find: not scanning 256 targets saves 13 % of the boot's CPU time and 6 MB. Disks
         // attached later arrive by event.
         line += " scsi_mod.scan=manual";
@@ -292,7 +324,7 @@ pub fn device_id(serial: &str) -> String {
 
 /// Returns the name of a disk's image.
 pub fn node_name(serial: &str) -> String {
-    format!("node-{serial}")
+    slots::of(serial).map_or_else(|| format!("node-{serial}"), |slot| slot.image.to_owned())
 }
 
 /// Returns a disk's image, which is open in QEMU's descriptor set `set`.
@@ -348,7 +380,7 @@ pub fn lacks_controller(reason: &str, controller: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::tests::spec;
+    use crate::{DiskLimits, SPARE, spec::tests::spec};
 
     #[test]
     fn memory_in_huge_pages_is_in_a_file_and_none_of_it_is_dropped() {
@@ -385,6 +417,29 @@ mod tests {
             assert_eq!(line.contains(",acpi=off,auto-kernel-cmdline=on,ioapic2=off"), !acpi, "{line}");
             assert_eq!(line.contains(" acpi=off "), !acpi, "the kernel would look for the tables: {line}");
         }
+    }
+
+    #[test]
+    fn slots_take_no_line_from_the_network_and_hold_the_disks_that_are_there_at_first() {
+        let spare = DiskSpec {
+            serial: SPARE.into(),
+            path: "/spare".into(),
+            read_only: false,
+            limits: DiskLimits::default(),
+        };
+        let line = |nics, disks: &[DiskSpec]| {
+            let spec = VmSpec { nics, disks: disks.to_vec(), ..spec() };
+            let sockets =
+                Sockets { taps: vec![0; nics.into()], disks: vec![7; disks.len()], ..Sockets::default() };
+            let words = arguments(&spec, Execution::Kvm, &sockets, Begin::Boot { memory: None });
+            words.join(OsStr::new(" ")).into_string().unwrap()
+        };
+        let devices = |line: &str| line.matches("virtio-blk-device").count();
+        assert_eq!([0, 2, 3].map(|nics| devices(&line(nics, &[]))), [2, 2, 0]);
+        assert!(line(1, &[]).contains(r#""node-name":"t9","file":"e9""#));
+        let line = line(1, &[spare]);
+        assert!(line.contains(r#""node-name":"t9","file":"f9""#) && line.contains("fd=7,set=9"), "{line}");
+        assert!(!line.contains("scsi-hd") && line.contains("scsi_mod.scan=manual"), "{line}");
     }
 
     /// In QEMU's words.

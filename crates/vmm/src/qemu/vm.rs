@@ -17,9 +17,9 @@ use sandboxer_process::{Process, jail, socket};
 use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 use tokio::time::Instant;
 
-use super::command_line;
+use super::{command_line, slots};
 use crate::{
-    AgentStream, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskLimits, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, path_error},
 };
@@ -62,7 +62,7 @@ impl QemuVm {
             biased;
             self.qmp.add_fd_to(set, file, limit),
             self.qmp.blockdev_add(&node, limit),
-            self.add_device(&disk.serial, command_line::controller(disk)),
+            self.connect(disk),
         );
         if let Err(error) = passed.and(added) {
             // The device may be that of another disk of this name.
@@ -87,10 +87,34 @@ impl QemuVm {
         }
     }
 
+    /// Gives the guest a disk, whose image QEMU has: in its slot, or with a device of its own.
+    async fn connect(&self, disk: &DiskSpec) -> Result<(), QmpError> {
+        if let Some(slot) = slots::of(&disk.serial) {
+            match self.qmp.blockdev_reopen(&slot.filled(), self.call_timeout).await {
+                Err(QmpError::Refused { reason, .. }) if slot.is_missing(&reason) => {}
+                filled => return filled,
+            }
+        }
+        self.add_device(&disk.serial, command_line::controller(disk)).await
+    }
+
+    /// Takes a disk from the guest, which need not have it.
+    async fn disconnect(&self, serial: &str) -> Result<(), QmpError> {
+        let (id, limit) = (command_line::device_id(serial), self.call_timeout);
+        if let Some(slot) = slots::of(serial) {
+            match self.qmp.blockdev_reopen(&slot.emptied(), limit).await {
+                Err(QmpError::Refused { reason, .. }) if slot.is_missing(&reason) => {}
+                // The next disk may have no limits.
+                emptied => return emptied.and(self.qmp.throttle(&id, DiskLimits::default(), limit).await),
+            }
+        }
+        self.qmp.device_del(&id, limit).await
+    }
+
     /// Unplugs a disk and forgets its image.
     async fn unplug(&self, serial: &str) -> Result<(), QmpError> {
         let limit = self.call_timeout;
-        self.qmp.device_del(&command_line::device_id(serial), limit).await?;
+        self.disconnect(serial).await?;
         self.qmp.blockdev_del(&command_line::node_name(serial), limit).await?;
         // QEMU has the file open a second time.
         self.qmp.remove_fd(command_line::set_of(serial), limit).await

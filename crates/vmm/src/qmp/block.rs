@@ -1,4 +1,4 @@
-//! Disks in QMP: the arguments of `blockdev-add`.
+//! Disks in QMP: the arguments of `blockdev-add` and `blockdev-reopen`.
 
 use serde::Serialize;
 
@@ -19,6 +19,24 @@ pub struct BlockNode {
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
     /// "unmap" if freed blocks are returned to the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub discard: Option<&'static str>,
+}
+
+/// A disk as a device sees it, on top of the node that has its content.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct TopNode {
+    /// Always "raw".
+    pub driver: &'static str,
+    /// Its name.
+    pub node_name: &'static str,
+    /// The node with the content.
+    pub file: String,
+    /// As in [`BlockNode`].
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub read_only: bool,
+    /// As in [`BlockNode`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discard: Option<&'static str>,
 }

@@ -24,7 +24,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskLimits, DiskSpec, Vm, VmmError};
+use sandboxer_vmm::{DiskLimits, DiskSpec, FIRST_IMAGE, SPARE, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
 
@@ -148,6 +148,11 @@ async fn try_create(
 
     let prepared = stages.run(Stage::Rootfs, async {
         let mut plan = rootfs.prepare(&pod.id, &new.id, &new.mounts).await?;
+        if let Some(image) = plan.lower.first_mut()
+            && volumes.take_first_image()
+        {
+            FIRST_IMAGE.clone_into(&mut image.disk.serial);
+        }
         let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
         // The rest depends on this guest's speed, so release the permit: other pods must not wait for it.
         drop(place);
@@ -249,7 +254,7 @@ async fn attach(
     volumes: &Volumes,
     needed: &[Needed],
 ) -> Result<(), PodError> {
-    let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
+    let new = disks.iter().filter(|disk| disk.serial != SPARE);
     let rootfs = future::try_join_all(new.map(|disk| live.attach_disk(disk)));
     // Await both: volumes belong to the pod, and none of them may be left half-created.
     let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, needed)).await;

@@ -7,5 +7,5 @@ pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, Handler, LimitsConfig, NET_BPS, NetworkConfig,
     PlacementConfig, PlacementPolicy, PoolConfig, RootfsConfig, StartPath, TemplateConfig, TracesConfig,
-    VmConfig, VmmChoice, VmmName, VolumeConfig, WritableTo,
+    VhostNet, VmConfig, VmmChoice, VmmName, VolumeConfig, WritableTo,
 };

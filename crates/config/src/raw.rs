@@ -13,7 +13,8 @@ use toml::de::DeTable;
 use self::{bounds::Bounds, handler::RawHandler, placement::RawPlacement, traces::RawTraces};
 use crate::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
-    RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
+    RootfsConfig, TemplateConfig, VhostNet, VmConfig, VmmChoice, VolumeConfig, WritableTo,
+    resolved::DEFAULT_SCRATCH,
 };
 
 mod bounds;
@@ -137,6 +138,7 @@ struct RawVm {
     agent_timeout: Option<Seconds>,
     stop_timeout: Option<Seconds>,
     console_log_kib: Option<u64>,
+    vhost_net: Option<VhostNet>,
     jail: Option<bool>,
     agent_log: Option<String>,
     idle_cgroup: Option<String>,
@@ -323,6 +325,7 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
             1 << 10,
             vm.console_log_bytes,
         )?,
+        vhost_net: raw.vhost_net.unwrap_or(vm.vhost_net),
         jail: true,
         agent_log: raw.agent_log,
         idle_cgroup: raw.idle_cgroup.unwrap_or(vm.idle_cgroup),

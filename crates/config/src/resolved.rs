@@ -84,6 +84,8 @@ pub struct VmConfig {
     pub stop_timeout: Duration,
     /// Guest console kept per pod, bytes.
     pub console_log_bytes: u64,
+    /// Whether the host's kernel carries the packets of QEMU's VMs.
+    pub vhost_net: VhostNet,
     /// VMMs are jailed: always, except in tests with a script as VMM.
     pub jail: bool,
     /// Filter of the agents' logs, as in `RUST_LOG`.
@@ -114,6 +116,16 @@ impl From<VmmName> for VmmChoice {
             VmmName::Firecracker => Self::Firecracker,
         }
     }
+}
+
+/// Who carries packets between a VM's taps and its guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VhostNet {
+    /// The host's kernel, if it can.
+    Auto,
+    /// The VMM.
+    Off,
 }
 
 /// A certain VMM.
@@ -411,6 +423,7 @@ impl Default for Config {
                 agent_timeout: Duration::from_secs(10),
                 stop_timeout: Duration::from_secs(60),
                 console_log_bytes: 1 << 20,
+                vhost_net: VhostNet::Auto,
                 jail: true,
                 agent_log: None,
                 idle_cgroup: "/sandboxer-idle".to_owned(),

@@ -15,6 +15,7 @@
 mod command_line;
 mod slots;
 mod version;
+mod vhost;
 mod vm;
 
 use std::{
@@ -82,6 +83,8 @@ pub struct Qemu {
     boot_timeout: Duration,
     call_timeout: Duration,
     jail: bool,
+    /// The host's kernel carries packets.
+    vhost: bool,
 }
 
 impl Qemu {
@@ -107,6 +110,7 @@ impl Qemu {
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
             jail: config.jail,
+            vhost: vhost::is_wanted(config.vhost_net, execution),
         }
     }
 
@@ -151,11 +155,13 @@ impl Qemu {
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
         let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: pod.clone(), source })?;
+        let vhosts = if self.vhost { vhost::open(pod, taps.len())? } else { Vec::new() };
         let numbers = Sockets {
             control: control.as_raw_fd(),
             agent: agent.as_raw_fd(),
             console: console.as_raw_fd(),
             taps: taps.iter().map(AsRawFd::as_raw_fd).collect(),
+            vhosts: vhosts.iter().map(AsRawFd::as_raw_fd).collect(),
             disks: disks.iter().map(AsRawFd::as_raw_fd).collect(),
         };
         let mut arguments = command_line::arguments(spec, self.execution, &numbers, begin);
@@ -165,6 +171,7 @@ impl Qemu {
         let mut inherited = inherited_files;
         inherited.extend([control, agent, console]);
         inherited.extend(taps);
+        inherited.extend(vhosts);
         inherited.extend(disks);
         // Connected while the listeners certainly exist: QEMU may exit before its first output is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
@@ -255,7 +262,7 @@ impl Vmm for Qemu {
             version: self.info.version.clone(),
             program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
-            vm: command_line::vm(spec, self.execution),
+            vm: command_line::vm(spec, self.execution, self.vhost),
         }
     }
 

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
+use sandboxer_config::{Accelerator, VhostNet, VmConfig, VmmChoice};
 use sandboxer_process::strays;
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use sandboxer_vmm::{AgentStream, DiskLimits, DiskSpec, Rate, Vm, VmSpec, qemu::Qemu};
@@ -273,6 +273,7 @@ fn accelerator() -> Accelerator {
 pub fn vm_config() -> VmConfig {
     VmConfig {
         idle_cgroup: String::new(),
+        vhost_net: VhostNet::Auto,
         jail: true,
         vmm: VmmChoice::Auto,
         qemu: None,

@@ -48,6 +48,8 @@ pub struct Sockets {
     pub console: RawFd,
     /// One for each network interface.
     pub taps: Vec<RawFd>,
+    /// One of `/dev/vhost-net` for each network interface; none: QEMU carries the packets.
+    pub vhosts: Vec<RawFd>,
     /// One for each disk it boots with.
     pub disks: Vec<RawFd>,
 }
@@ -107,18 +109,23 @@ pub enum Begin {
     },
 }
 
-/// Returns the arguments that define a VM of `spec`, with nothing of one pod.
+/// Returns the arguments that define a VM of `spec`, with nothing of one pod. `vhost`: the host's kernel carries its packets.
 ///
 /// The frequency of the time stamp counter is left out: each daemon measures it, with slightly different
 /// results, and it follows from the model of the host's processor.
-pub fn vm(spec: &VmSpec, execution: Execution) -> Vec<String> {
+pub fn vm(spec: &VmSpec, execution: Execution, vhost: bool) -> Vec<String> {
     let execution = match execution {
         Execution::Kvm => Execution::Kvm,
         Execution::Tcg { .. } => Execution::Tcg { tsc_khz: 0 },
     };
     let zeroes = |count: usize| vec![0; count];
-    let sockets =
-        Sockets { taps: zeroes(spec.nics.into()), disks: zeroes(spec.disks.len()), ..Sockets::default() };
+    let nics = usize::from(spec.nics);
+    let sockets = Sockets {
+        taps: zeroes(nics),
+        vhosts: zeroes(if vhost { nics } else { 0 }),
+        disks: zeroes(spec.disks.len()),
+        ..Sockets::default()
+    };
     let begin = Begin::Boot { memory: Some(0) };
     let mut arguments = arguments(&spec.without_pod(), execution, &sockets, begin);
     // The name comes first, and is specific to the pod.
@@ -234,7 +241,8 @@ impl CommandLine {
         }
         for (nic, tap) in (0..).zip(&sockets.taps) {
             let mac = first_mac_text(nic);
-            self.add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}")]);
+            let vhost = sockets.vhosts.get(usize::from(nic)).map(|file| format!(",vhost=on,vhostfd={file}"));
+            self.add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}{}", vhost.unwrap_or_default())]);
             // A copy of a template would announce an address that all copies have.
             self.add(&[
                 &"-device",
@@ -440,6 +448,31 @@ mod tests {
         let line = line(1, &[spare]);
         assert!(line.contains(r#""node-name":"t9","file":"f9""#) && line.contains("fd=7,set=9"), "{line}");
         assert!(!line.contains("scsi-hd") && line.contains("scsi_mod.scan=manual"), "{line}");
+    }
+
+    #[test]
+    fn the_hosts_kernel_carries_packets_of_an_interface_that_has_a_file_for_it() {
+        let netdevs = |vhosts: &[RawFd]| {
+            let sockets = Sockets { taps: vec![5, 6], vhosts: vhosts.to_vec(), ..Sockets::default() };
+            let begin = Begin::Boot { memory: None };
+            let words = arguments(&VmSpec { nics: 2, ..spec() }, Execution::Kvm, &sockets, begin);
+            let text = |word: &OsString| word.to_str().unwrap().to_owned();
+            let named = words.windows(2).filter(|pair| pair[0] == "-netdev");
+            named.map(|pair| text(&pair[1])).collect::<Vec<_>>()
+        };
+        assert_eq!(netdevs(&[]), ["tap,id=tap0,fd=5", "tap,id=tap1,fd=6"]);
+        assert_eq!(
+            netdevs(&[7, 8]),
+            ["tap,id=tap0,fd=5,vhost=on,vhostfd=7", "tap,id=tap1,fd=6,vhost=on,vhostfd=8"]
+        );
+    }
+
+    #[test]
+    fn who_carries_its_packets_makes_another_template() {
+        let spec = VmSpec { nics: 1, ..spec() };
+        let with = |vhost| vm(&spec, Execution::Kvm, vhost);
+        assert_ne!(with(true), with(false));
+        assert_eq!(with(true), with(true));
     }
 
     /// In QEMU's words.

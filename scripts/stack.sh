@@ -7,7 +7,7 @@
 # Our programs come from SANDBOXER_BIN_DIR (default target/release), the guest image from SANDBOXER_GUEST_DIR (default
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
 # STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB),
-# STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s).
+# STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s), STACK_VHOST_NET [vm] vhost_net (auto).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
 # STACK_GVISOR=1 adds the handler gvisor (runsc with its own shim, built once, some minutes).
 # STACK_NRI=1: containerd listens for plugins of NRI, at RUN/nri.sock (containerd 2 only).
@@ -42,6 +42,7 @@ fill() {
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
         -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
         -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" \
+        -e "s|@VHOST_NET@|${STACK_VHOST_NET:-auto}|g" \
         -e "s|@NO_NRI@|$([[ ${STACK_NRI:-} == 1 ]] && echo false || echo true)|g" \
         -e "s|@MEMORY@|${STACK_MEMORY:-256}|g; s|@AGENT_TIMEOUT@|${STACK_AGENT_TIMEOUT:-60}|g" "$1"
 }

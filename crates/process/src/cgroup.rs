@@ -3,6 +3,7 @@
 //! CRI names a parent that the manager made and gave limits to. Below it each pod gets a group of its own in every
 //! hierarchy with controllers, v1 and v2 alike. systemd's slices are such directories.
 
+mod beside;
 mod short_moves;
 
 use std::{
@@ -16,7 +17,7 @@ use procfs::process::Process;
 use sandboxer_base::Cpus;
 use sandboxer_protocol::id::SandboxId;
 
-pub use self::short_moves::keep_moves_short;
+pub use self::{beside::beside, short_moves::keep_moves_short};
 
 /// Controllers of v1 whose hierarchies are entered. `cpuset` only if a group there was given CPUs: it accepts no process
 /// before.
@@ -261,11 +262,13 @@ impl Cgroup {
         Bounds { cpus: own(CPUS), nodes: own(NODES) }
     }
 
-    /// Restricts process `pid`, with all its threads, to `bounds`. Blocks like [`Cgroup::enter`].
-    pub fn confine(&self, pid: u32, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
+    /// Restricts processes, with all their threads, to `bounds`. Blocks like [`Cgroup::enter`].
+    pub fn confine(&self, pids: &[u32], bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
         self.restrict(bounds)?;
         match &self.cpuset {
-            Some(Cpuset::Own(dir)) => write(&dir.join(PROCESSES), &pid.to_string()),
+            Some(Cpuset::Own(dir)) => {
+                pids.iter().try_for_each(|pid| write(&dir.join(PROCESSES), &pid.to_string()))
+            }
             _ => Ok(()),
         }
     }

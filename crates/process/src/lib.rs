@@ -16,6 +16,7 @@ pub mod residence;
 mod seccomp;
 pub mod socket;
 pub mod strays;
+pub mod vhost;
 mod written;
 
 pub use child::{Equipment, Exit, Process, Starting, adopt, child, find, held, is_running, spawn};

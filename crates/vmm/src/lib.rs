@@ -180,9 +180,16 @@ pub trait Vm: Send + Sync + fmt::Debug {
         sandboxer_process::written(self.record().pid)
     }
 
-    /// Returns the processor time that its VMM has used so far; `None` if the kernel does not report it.
+    /// Returns processes of the kernel that work for its VMM alone and, when that moves to another control group, have to be moved, too.
+    /// Blocks when it is called first.
+    fn helpers(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Returns the processor time that its VMM and [`Vm::helpers`] have used so far; `None` if the kernel does not report it.
     fn cpu_time(&self) -> Option<Duration> {
-        sandboxer_process::cpu_time(self.record().pid)
+        let of_helpers = || self.helpers().into_iter().filter_map(sandboxer_process::cpu_time).sum();
+        Some(sandboxer_process::cpu_time(self.record().pid)? + of_helpers())
     }
 }
 

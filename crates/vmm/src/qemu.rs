@@ -37,6 +37,7 @@ use tokio::{net::UnixStream, time::Instant};
 
 use self::{
     command_line::{Begin, Execution, Sockets},
+    vhost::Packets,
     vm::{AGENT, CONSOLE, CONTROL, QemuVm, STATE, answer},
 };
 use super::{
@@ -115,8 +116,15 @@ impl Qemu {
     }
 
     /// Returns the VM of `process`, whose control socket is connected.
-    fn vm(&self, record: VmRecord, process: Arc<Process>, qmp: Qmp, captures: Captures) -> QemuVm {
+    fn vm(
+        &self,
+        record: VmRecord,
+        (process, packets): (Arc<Process>, Arc<Packets>),
+        qmp: Qmp,
+        captures: Captures,
+    ) -> QemuVm {
         QemuVm {
+            packets,
             record,
             process,
             qmp,
@@ -171,6 +179,7 @@ impl Qemu {
         let mut inherited = inherited_files;
         inherited.extend([control, agent, console]);
         inherited.extend(taps);
+        let carried = vhosts.len();
         inherited.extend(vhosts);
         inherited.extend(disks);
         // Connected while the listeners certainly exist: QEMU may exit before its first output is read.
@@ -193,6 +202,9 @@ impl Qemu {
             .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;
         let qmp = self.take_control(pod, control, &process, &captures).await?;
 
+        let packets = Packets::new(process.pid(), carried);
+        packets.prepare();
+
         let record = VmRecord {
             pod: pod.clone(),
             run_dir: spec.run_dir.clone(),
@@ -201,7 +213,7 @@ impl Qemu {
             console_log_bytes: spec.console_log_bytes,
             vmm: name(),
         };
-        Ok(Started { vm: self.vm(record, process.watched(), qmp, captures), process, files })
+        Ok(Started { vm: self.vm(record, (process.watched(), packets), qmp, captures), process, files })
     }
 }
 
@@ -285,7 +297,8 @@ impl Vmm for Qemu {
         let Some(process) = record.process()? else { return Ok(None) };
         match self.take_over(record).await {
             Ok((qmp, captures)) => {
-                Ok(Some(Arc::new(self.vm(record.clone(), Arc::new(process), qmp, captures))))
+                let packets = Packets::of_running(record.pid);
+                Ok(Some(Arc::new(self.vm(record.clone(), (Arc::new(process), packets), qmp, captures))))
             }
             // Most likely because it ended meanwhile.
             Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {

@@ -64,15 +64,15 @@ async fn a_vmm_is_confined_in_either_version() {
     fs::write(root.path().join("v1/pods/cpuset.cpus"), "0-7\n").unwrap();
     fs::write(root.path().join("v1/pods/cpuset.mems"), "0\n").unwrap();
     let group = groups.of("/pods", &pod).unwrap();
-    group.confine(42, &on("2-3", None)).unwrap();
+    group.confine(&[42], &on("2-3", None)).unwrap();
     let seen =
         ["cpuset.cpus", "cpuset.mems", "cgroup.procs"].map(|f| read(&format!("v1/pods/sandboxer-p/{f}")));
     assert_eq!(seen, ["2-3", "0", "42"]);
     assert!(!root.path().join("v1/pods/sandboxer-p/cpuset.memory_migrate").exists());
     assert_eq!(group.bounds(), on("2-3", None));
-    group.confine(42, &on("4", Some("0"))).unwrap();
+    group.confine(&[42], &on("4", Some("0"))).unwrap();
     assert_eq!(read("v1/pods/sandboxer-p/cpuset.memory_migrate"), "1");
-    group.confine(42, &Bounds::default()).unwrap();
+    group.confine(&[42], &Bounds::default()).unwrap();
     assert_eq!(
         (read("v1/pods/sandboxer-p/cpuset.cpus").as_str(), group.bounds()),
         ("0-7", Bounds::default())
@@ -91,18 +91,18 @@ async fn a_vmm_is_confined_in_either_version() {
     group.make().unwrap();
     group.restrict(&Bounds::default()).unwrap();
     assert!(!root.path().join("v2/pods/cgroup.subtree_control").exists(), "nothing to do");
-    group.confine(42, &on("2-3", None)).unwrap();
+    group.confine(&[42], &on("2-3", None)).unwrap();
     assert_eq!(read("v2/pods/cgroup.subtree_control"), "+cpuset");
     assert_eq!(read("v2/pods/sandboxer-p/cpuset.cpus"), "2-3");
     assert!(!root.path().join("v2/pods/sandboxer-p/cpuset.mems").exists());
-    group.confine(42, &on("2-3", Some("1"))).unwrap();
+    group.confine(&[42], &on("2-3", Some("1"))).unwrap();
     assert_eq!((group.bounds(), other.bounds()), (on("2-3", Some("1")), Bounds::default()));
     assert_eq!(read("v2/pods/sandboxer-p/cpuset.mems"), "1");
-    group.confine(42, &Bounds::default()).unwrap();
+    group.confine(&[42], &Bounds::default()).unwrap();
     assert_eq!(["cpus", "mems"].map(|f| read(&format!("v2/pods/sandboxer-p/cpuset.{f}"))), ["", ""]);
 
     let none = Hierarchies::default().of("/pods", &pod).unwrap();
-    let (_, error) = none.confine(42, &on("0", None)).unwrap_err();
+    let (_, error) = none.confine(&[42], &on("0", None)).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::Unsupported);
 }
 

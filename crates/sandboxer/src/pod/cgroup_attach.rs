@@ -1,8 +1,9 @@
 //! Moves a pooled VMM into its pod's control group.
 
-use std::{convert::Infallible, io, path::PathBuf};
+use std::{convert::Infallible, io, path::PathBuf, sync::Arc};
 
 use sandboxer_base::failpoint::pass;
+use sandboxer_vmm::Vm;
 use tokio::{sync::oneshot, task::JoinHandle};
 
 use super::{DaemonState, spec::PodSpec, undo::Undo};
@@ -16,23 +17,25 @@ pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
 
 impl CgroupAttach {
     /// Same as [`CgroupAttach::begin`], for a VMM that an earlier daemon may have moved already.
-    pub fn go_on(node: &DaemonState, spec: &PodSpec, pid: u32) -> Option<Self> {
+    pub fn go_on(node: &DaemonState, spec: &PodSpec, vm: &Arc<dyn Vm>) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
+        if cgroup.holds(vm.record().pid) { None } else { Self::begin(node, spec, vm, oneshot::channel().0) }
     }
 
-    /// Starts to move process `pid`; returns none if the pod has no control group. Drops `over` at the end.
+    /// Starts to move the VMM; returns none if the pod has no control group. Drops `over` at the end.
     fn begin(
         node: &DaemonState,
         spec: &PodSpec,
-        pid: u32,
+        vm: &Arc<dyn Vm>,
         over: oneshot::Sender<Infallible>,
     ) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
+        let vm = vm.clone();
         let moved = tokio::task::spawn_blocking(move || {
             let _over = over;
             pass(format_args!("before the VMM is counted"));
-            cgroup.enter(pid)
+            // The VMM comes last: where it is tells the next daemon that all are there.
+            vm.helpers().into_iter().chain([vm.record().pid]).try_for_each(|pid| cgroup.enter(pid))
         });
         Some(Self(moved))
     }
@@ -53,9 +56,14 @@ impl CgroupAttach {
 }
 
 /// Starts to move a VMM into the pod's control group.
-pub fn counted(node: &DaemonState, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<CgroupAttach> {
+pub fn counted(
+    node: &DaemonState,
+    spec: &PodSpec,
+    vm: &Arc<dyn Vm>,
+    undo: &mut Undo,
+) -> Option<CgroupAttach> {
     let (over, ended) = oneshot::channel();
-    let counting = CgroupAttach::begin(node, spec, pid, over);
+    let counting = CgroupAttach::begin(node, spec, vm, over);
     undo.push("wait for the control group", async move {
         let _ = ended.await;
         Ok::<_, Infallible>(())

@@ -322,7 +322,7 @@ impl<'a> Prepared<'a> {
         if let Some(Waited { vm, .. }) = &waited {
             // The control group can only be removed after the VMM in it has ended.
             undo.push("end the VMM", end(&spec.id, vm.clone()));
-            counting = cgroup_attach::counted(node, spec, vm.record().pid, undo);
+            counting = cgroup_attach::counted(node, spec, vm, undo);
         }
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {

@@ -94,6 +94,9 @@ pub const FILTER: [&str; 2] =
 /// say so to the device (`init_on_free`); without `page-poison` it cannot, and then reports no pages.
 const BALLOON: &str = "virtio-balloon-device,id=balloon0,free-page-reporting=on,page-poison=off";
 
+/// What comes before the number of a file of `/dev/vhost-net`.
+pub const VHOST: &str = ",vhost=on,vhostfd=";
+
 /// What the guest does when QEMU starts.
 #[derive(Debug, Clone, Copy)]
 pub enum Begin {
@@ -241,7 +244,7 @@ impl CommandLine {
         }
         for (nic, tap) in (0..).zip(&sockets.taps) {
             let mac = first_mac_text(nic);
-            let vhost = sockets.vhosts.get(usize::from(nic)).map(|file| format!(",vhost=on,vhostfd={file}"));
+            let vhost = sockets.vhosts.get(usize::from(nic)).map(|file| format!("{VHOST}{file}"));
             self.add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}{}", vhost.unwrap_or_default())]);
             // A copy of a template would announce an address that all copies have.
             self.add(&[

@@ -6,31 +6,98 @@ use std::{
     fs, io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    sync::{Arc, OnceLock},
 };
 
 use sandboxer_config::VhostNet;
+use sandboxer_process::vhost::{self, Carriers};
 use sandboxer_protocol::id::SandboxId;
 
-use super::{super::VmmError, super::run_dir::path_error, command_line::Execution};
+use super::command_line::{Execution, VHOST};
+use crate::{VmmError, run_dir::path_error};
 
 const DEVICE: &str = "/dev/vhost-net";
 
 /// Returns whether VMs are to use it.
 pub fn is_wanted(config: VhostNet, execution: Execution) -> bool {
     match (config, execution) {
-        (VhostNet::Off, _) => false,
-        // QEMU has the guest's notifications brought to the kernel by KVM.
-        (VhostNet::Auto, Execution::Tcg { .. }) => false,
-        (VhostNet::Auto, Execution::Kvm) => open_one(Path::new(DEVICE)).is_ok(),
+        // Without KVM the kernel does not learn that a guest has packets for it.
+        (VhostNet::Off, _) | (VhostNet::Auto, Execution::Tcg { .. }) => false,
+        (VhostNet::Auto, Execution::Kvm) => open_one().is_ok(),
     }
 }
 
 /// Opens it for each of the pod's `nics` network interfaces.
 pub fn open(pod: &SandboxId, nics: usize) -> Result<Vec<OwnedFd>, VmmError> {
-    let opened = (0..nics).map(|_| open_one(Path::new(DEVICE))).collect::<io::Result<_>>();
+    let opened = (0..nics).map(|_| open_one()).collect::<io::Result<_>>();
     opened.map_err(path_error(pod, "open", PathBuf::from(DEVICE)))
 }
 
-fn open_one(device: &Path) -> io::Result<OwnedFd> {
-    fs::File::options().read(true).write(true).open(device).map(OwnedFd::from)
+fn open_one() -> io::Result<OwnedFd> {
+    fs::File::options().read(true).write(true).open(Path::new(DEVICE)).map(OwnedFd::from)
+}
+
+/// The kernel's threads that carry the packets of one VM.
+#[derive(Debug)]
+pub struct Packets {
+    /// Process id of its QEMU.
+    pid: u32,
+    /// How many there are; 0: QEMU carries them.
+    count: usize,
+    found: OnceLock<Carriers>,
+}
+
+impl Packets {
+    /// Returns the `count` threads of the QEMU with this process id.
+    pub fn new(pid: u32, count: usize) -> Arc<Self> {
+        Arc::new(Self { pid, count, found: OnceLock::new() })
+    }
+
+    /// Returns those of a QEMU that an earlier daemon started.
+    pub fn of_running(pid: u32) -> Arc<Self> {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        Self::new(pid, String::from_utf8_lossy(&arguments).matches(VHOST).count())
+    }
+
+    /// Finds them. Blocks when it is called first.
+    pub fn carriers(&self) -> &Carriers {
+        self.found.get_or_init(|| {
+            let found = match self.count {
+                0 => Ok(Carriers::default()),
+                count => vhost::find(self.pid, count),
+            };
+            found.unwrap_or_else(|error| {
+                tracing::warn!(pid = self.pid, %error, "cannot find the kernel's threads for a VM's packets (vhost-net)");
+                Carriers::default()
+            })
+        })
+    }
+
+    /// Prepares them, in parallel with the VM's start.
+    pub fn prepare(self: &Arc<Self>) {
+        if self.count == 0 {
+            return;
+        }
+        let packets = self.clone();
+        tokio::task::spawn_blocking(move || {
+            let carriers = packets.carriers();
+            let (pid, count) = (packets.pid, packets.count);
+            if carriers.threads.len() + carriers.processes.len() < count {
+                tracing::warn!(
+                    pid,
+                    count,
+                    ?carriers,
+                    "some of the kernel's threads for a VM's packets (vhost-net) were not found"
+                );
+            }
+            match carriers.serve_in_batches() {
+                // The VM has ended.
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+                Err(error) => {
+                    tracing::warn!(pid, %error, "packets of a VM are slow: the kernel's thread carries each alone")
+                }
+                Ok(()) => {}
+            }
+        });
+    }
 }

@@ -17,7 +17,7 @@ use sandboxer_process::{Process, jail, socket};
 use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 use tokio::time::Instant;
 
-use super::{command_line, slots};
+use super::{command_line, slots, vhost::Packets};
 use crate::{
     AgentStream, DiskLimits, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
@@ -39,6 +39,7 @@ pub(super) struct QemuVm {
     pub(super) process: Arc<Process>,
     pub(super) qmp: Qmp,
     pub(super) captures: Arc<Captures>,
+    pub(super) packets: Arc<Packets>,
     pub(super) call_timeout: Duration,
     /// A duplicate of the last agent stream: QEMU accepts the next one only once this is dead.
     pub(super) agent: Arc<Mutex<Option<OwnedFd>>>,
@@ -244,6 +245,10 @@ impl Vm for QemuVm {
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
         let record = self.record.assign(&self.process, pod, run_dir)?;
         Ok(Arc::new(Self { record, ..self.clone() }))
+    }
+
+    fn helpers(&self) -> Vec<u32> {
+        self.packets.carriers().processes.clone()
     }
 
     async fn last_lines(&self) -> Vec<String> {

@@ -3,7 +3,7 @@
 //! A guest does not know the host's CPUs, so its containers cannot be held to their own sets: all run on the union.
 //! kubelet's static CPU policy gives exclusive CPUs to some containers, and the rest to all others.
 
-use std::{convert::Infallible, time::Instant};
+use std::{convert::Infallible, io, path::PathBuf, time::Instant};
 
 use sandboxer_base::{Cpus, chain};
 use sandboxer_process::{
@@ -11,6 +11,7 @@ use sandboxer_process::{
     residence::{self, Residence},
 };
 use sandboxer_protocol::id::ContainerId;
+use sandboxer_vmm::Vm;
 use tokio::sync::oneshot;
 
 use super::{Done, Driver, answer};
@@ -70,12 +71,12 @@ impl Driver {
         };
         let Some(live) = self.live.as_ref().filter(|_| self.placed != bounds) else { return };
         let Some(cgroup) = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id) else { return };
-        let vmm = live.vm.record().pid;
+        let (vm, vmm) = (live.vm.clone(), live.vm.record().pid);
         let follow = self.follow_cri(&by_cri);
         self.placed.clone_from(&bounds);
         let pod = self.spec.id.clone();
         self.in_turn(move || {
-            if let Err((path, error)) = cgroup.confine(vmm, &bounds) {
+            if let Err((path, error)) = confine(&cgroup, &*vm, &bounds) {
                 let cpus = bounds.cpus.map_or_else(|| "all".to_owned(), |cpus| cpus.to_string());
                 tracing::warn!(%pod, path = %path.display(), error = chain(&error),
                     "cannot confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
@@ -113,13 +114,13 @@ impl Driver {
             Err(error) => return answer(reply, Err(error)),
         };
         let Some(live) = &self.live else { return };
-        let (vmm, pod, from) = (live.vm.record().pid, self.spec.id.clone(), self.placement.node());
+        let (vm, pod, from) = (live.vm.clone(), self.spec.id.clone(), self.placement.node());
         let (bounds, others) = (self.node.placer.bounds(Some(&seat)), others(&self.node.placer, node));
         let (told, moved) = oneshot::channel();
         let before = self.placed.clone();
         self.in_turn(move || {
-            let moved = move_memory(&cgroup, vmm, &bounds, others, node).map_err(|reason| {
-                if let Err((path, error)) = cgroup.confine(vmm, &before) {
+            let moved = move_memory(&cgroup, &*vm, &bounds, others, node).map_err(|reason| {
+                if let Err((path, error)) = confine(&cgroup, &*vm, &before) {
                     tracing::warn!(%pod, path = %path.display(), %error, "cannot undo a move that failed");
                 }
                 PodError::Failed { subject: format!("cannot move pod {pod} to node {node}"), reason }
@@ -206,14 +207,22 @@ fn others(placer: &Placer, node: u32) -> Option<Cpus> {
     all.without(Cpus::one(node).as_ref())
 }
 
-/// Confines `vmm` to `bounds`, and moves its memory from the nodes `others` to `node`.
+/// Restricts the VMM to `bounds`, with what works for it in the kernel.
+fn confine(cgroup: &Cgroup, vm: &dyn Vm, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
+    let mut processes = vm.helpers();
+    processes.push(vm.record().pid);
+    cgroup.confine(&processes, bounds)
+}
+
+/// Confines the VMM to `bounds`, and moves its memory from the nodes `others` to `node`.
 fn move_memory(
     cgroup: &Cgroup,
-    vmm: u32,
+    vm: &dyn Vm,
     bounds: &Bounds,
     others: Option<Cpus>,
     node: u32,
 ) -> Result<Moved, String> {
+    let vmm = vm.record().pid;
     let read = || {
         let path = format!("/proc/{vmm}/numa_maps");
         Residence::of(vmm).map_err(|error| format!("cannot read {path}: {error}"))
@@ -221,7 +230,7 @@ fn move_memory(
     let before = read()?;
     let began = Instant::now();
     // First the CPUs: from then on, new memory is taken from there.
-    let confined = cgroup.confine(vmm, bounds);
+    let confined = confine(cgroup, vm, bounds);
     confined.map_err(|(path, error)| format!("cannot write {}: {error}", path.display()))?;
     if let Some(others) = others {
         let migrated = residence::migrate(vmm, &others, node);

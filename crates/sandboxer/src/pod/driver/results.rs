@@ -320,7 +320,7 @@ impl Driver {
         let host_ports = host_ports::listen_again(&self.node.front, &self.spec);
         self.live = Some(live.clone());
         self.watch_vm();
-        self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, live.vm.record().pid));
+        self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, &live.vm));
         self.forward_ports(host_ports);
         self.place();
         let mut running = Vec::new();

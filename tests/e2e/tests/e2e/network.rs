@@ -1,9 +1,9 @@
 //! The pod's network: what CNI made is what the guest has, and everybody reaches everybody.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
@@ -15,10 +15,12 @@ use sandboxer_e2e::cri::Answer;
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::forward::Forward;
 
+use crate::security::inspected;
+
 crate::cases![
     Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
         network_outlives_its_containers, two_interfaces, forwarded_port, forwarded_port_nobody_listens_at;
-    Vm: pod_is_in_its_hosts_file, traffic_is_told, host_ports;
+    Vm: pod_is_in_its_hosts_file, traffic_is_told, host_ports, who_carries_packets;
     VmAlone: host_ports_after_a_restart_of_the_daemon, forwarded_port_after_a_restart_of_the_daemon
 ];
 
@@ -168,6 +170,47 @@ async fn pods_reach_one_another(case: Case) -> Result<()> {
         let kind = if ip.is_ipv4() { "" } else { "6" };
         let traced = client.sh(&format!("traceroute{kind} -n -q 1 -w 10 -m 2 {ip}")).await?;
         ensure!(traced.lines().last().is_some_and(|hop| hop.contains(" ms")), "UDP to {ip}: {traced}");
+    }
+    Ok(())
+}
+
+/// Returns the kernel's threads that carry a VMM's packets, with their control groups: threads of the VMM, or processes.
+fn carriers(vmm: u64) -> Result<Vec<String>> {
+    let name = format!("vhost-{vmm}");
+    let all = fs::read_dir("/proc")?.chain(fs::read_dir(format!("/proc/{vmm}/task"))?);
+    let mut found = Vec::new();
+    for entry in all {
+        let at = entry?.path();
+        // What is no process, or has just ended, has no name.
+        if fs::read_to_string(at.join("comm")).is_ok_and(|comm| comm.trim_end() == name) {
+            found.push(fs::read_to_string(at.join("cgroup"))?);
+        }
+    }
+    Ok(found)
+}
+
+/// On QEMU with KVM it is the host's kernel, if it has vhost-net, and that work is counted with the pod. Elsewhere it is the VMM.
+async fn who_carries_packets(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let _web = web(&pod).await?;
+    let vmm = inspected(&case, &pod)?["vmm_pid"].as_u64().context("no vmm_pid")?;
+    let open = |device: &str| -> Result<bool> {
+        let files = fs::read_dir(format!("/proc/{vmm}/fd"))?;
+        let targets = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+        Ok(targets.into_iter().any(|target| target == Path::new(device)))
+    };
+    let is_qemu = fs::read_to_string(format!("/proc/{vmm}/comm"))?.starts_with("qemu");
+    let expected = is_qemu && open("/dev/kvm")? && Path::new("/dev/vhost-net").exists();
+    let (found, group) = (carriers(vmm)?, fs::read_to_string(format!("/proc/{vmm}/cgroup"))?);
+    println!("carried by {}", if expected { "the host's kernel" } else { "the VMM" });
+    ensure!(open("/dev/vhost-net")? == expected, "expected is {expected}");
+    ensure!(found.len() == usize::from(expected), "{found:?}");
+    ensure!(found.iter().all(|of| *of == group), "counted elsewhere: {found:?}, the VMM is in {group}");
+    for ip in addresses(&case, &pod).await? {
+        let fetched = eventually("the pod's web server", PATIENCE, || async {
+            Ok(fetch(&case, ip, "/bin/busybox").ok())
+        });
+        ensure!(fetched.await?.starts_with(b"\x7fELF"), "no program from {ip}");
     }
     Ok(())
 }

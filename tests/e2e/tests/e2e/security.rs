@@ -31,7 +31,7 @@ fn namespace(pid: u64, kind: &str) -> Result<String> {
 }
 
 /// Returns what `inspect` tells of a pod.
-fn inspected(case: &Case, pod: &Pod) -> Result<Value> {
+pub fn inspected(case: &Case, pod: &Pod) -> Result<Value> {
     let shown = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
     ensure!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr));
     Ok(serde_json::from_slice(&shown.stdout)?)

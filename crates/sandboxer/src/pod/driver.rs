@@ -30,7 +30,7 @@ use super::{
     ContainerView, DaemonState, Moved, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     placer::{Placement, Seat},
-    readings::Readings,
+    readings::{Quiet, Readings},
     recover::{Reached, Resolved, Unreached},
     resize::Resizer,
     spec::{Limits, PodSpec},
@@ -102,11 +102,12 @@ fn driver(
         uid: spec.uid.clone(),
     });
     node.events.name(&spec.id, name.clone());
+    let quiet = Quiet::on(node.vmms.get(node.vmms.key(spec.vmm).unwrap_or_default()).info().accelerator);
     let bundle = spec.bundle.as_deref().map(Into::into);
     let handle = PodHandle { id: spec.id.clone(), name, bundle, requests, status: status.subscribe() };
     let driver = Driver {
         journal: node.journal.pod(&spec.id),
-        readings: Arc::new(Readings::new(spec.id.clone(), node.old_readings.clone())),
+        readings: Arc::new(Readings::new(spec.id.clone(), quiet, node.old_readings.clone())),
         stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
         node,
         spec,

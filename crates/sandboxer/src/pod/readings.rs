@@ -1,7 +1,7 @@
 //! Statistics of guests, with a time limit, and without waking a guest that has not run.
 //!
 //! containerd asks every second for each container. An answer costs an idle guest more processor time than anything else that
-//! it does. So the last values are returned while the VMM has not used more than [`QUIET`] of processor time since it gave
+//! it does. So the last values are returned while the VMM has used less than [`Quiet`] of processor time since it gave
 //! them; the time for answers does not count.
 //!
 //! containerd reads the statistics of all containers of a node one after the other: a hung guest would block the
@@ -31,7 +31,15 @@ const LIMIT: Duration = Duration::from_millis(800);
 
 /// Processor time of a VMM whose guest has not done anything that statistics show. An idle guest uses some for its timers,
 /// and after each answer.
-const QUIET: Duration = Duration::from_millis(5);
+#[derive(Debug, Clone, Copy)]
+pub struct Quiet(Duration);
+
+impl Quiet {
+    /// Returns that of guests on an accelerator, "kvm" or "tcg". All that an emulated guest does takes a multiple of the time.
+    pub fn on(accelerator: &str) -> Self {
+        Self(Duration::from_millis(if accelerator == "tcg" { 25 } else { 5 }))
+    }
+}
 
 /// Processor time of a VMM so far; `None`: not known.
 pub type CpuTime = Option<Duration>;
@@ -40,6 +48,7 @@ pub type CpuTime = Option<Duration>;
 #[derive(Debug)]
 pub struct Readings {
     pod: SandboxId,
+    quiet: Quiet,
     /// Counts old answers, of all pods.
     old: Arc<AtomicU64>,
     // A plain lock: held for a lookup, never across an await.
@@ -68,10 +77,15 @@ struct Reading {
 
 impl Known {
     /// Returns the last values if the guest has not run since.
-    fn current(&self, of: &Option<ContainerId>, cpu_time: CpuTime) -> Option<StatsResponse> {
+    fn current(
+        &self,
+        of: &Option<ContainerId>,
+        cpu_time: CpuTime,
+        Quiet(quiet): Quiet,
+    ) -> Option<StatsResponse> {
         let reading = self.last.get(of)?;
         let ran = self.ran(cpu_time)?.saturating_sub(reading.ran?);
-        (ran < QUIET).then(|| reading.values.clone())
+        (ran < quiet).then(|| reading.values.clone())
     }
 
     /// Returns a VMM's processor time without that for answers.
@@ -82,8 +96,8 @@ impl Known {
 
 impl Readings {
     /// Creates an empty cache. `old` counts old answers.
-    pub fn new(pod: SandboxId, old: Arc<AtomicU64>) -> Self {
-        Self { pod, old, known: Mutex::default() }
+    pub fn new(pod: SandboxId, quiet: Quiet, old: Arc<AtomicU64>) -> Self {
+        Self { pod, quiet, old, known: Mutex::default() }
     }
 
     /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long, or if the
@@ -97,7 +111,7 @@ impl Readings {
         let before = cpu_time();
         let alone = {
             let mut known = self.known();
-            if let Some(current) = known.current(&of, before) {
+            if let Some(current) = known.current(&of, before, self.quiet) {
                 return Ok(current);
             }
             if known.late {
@@ -184,7 +198,7 @@ mod tests {
     }
 
     fn readings() -> Arc<Readings> {
-        Arc::new(Readings::new("slow".parse().unwrap(), Arc::default()))
+        Arc::new(Readings::new("slow".parse().unwrap(), Quiet::on("kvm"), Arc::default()))
     }
 
     fn using(pids: u64) -> Result<StatsResponse, PodError> {

@@ -42,12 +42,19 @@ pub struct First {
     pub file: Scratch,
 }
 
-/// Creates the disk of a VM that boots for `pod`; none if containers write to memory.
-pub async fn of_boot(
-    rootfs: &RootfsStore,
-    pod: &SandboxId,
-    limits: DiskLimits,
-) -> Result<Option<First>, PodError> {
+/// Creates the disk of a VM that boots for `pod`; none if containers write to memory, or if it cannot be created: a container that
+/// needs it fails then.
+pub async fn of_boot(rootfs: &RootfsStore, pod: &SandboxId, limits: DiskLimits) -> Option<First> {
+    match made(rootfs, pod, limits).await {
+        Ok(first) => first,
+        Err(error) => {
+            tracing::warn!(%pod, error = chain(&error), "the pod starts without a disk for writes");
+            None
+        }
+    }
+}
+
+async fn made(rootfs: &RootfsStore, pod: &SandboxId, limits: DiskLimits) -> Result<Option<First>, PodError> {
     let file = rootfs.scratch(pod, pod, None).await?;
     Ok(file.map(|file| First { disk: DiskSpec { limits, ..disk(&file) }, file }))
 }
@@ -59,7 +66,7 @@ pub async fn of_copy(
     template: &Template,
 ) -> Result<Option<First>, PodError> {
     match template.scratch_limits {
-        Some(limits) => of_boot(rootfs, pod, limits).await,
+        Some(limits) => made(rootfs, pod, limits).await,
         None => Ok(None),
     }
 }

@@ -384,7 +384,7 @@ impl<'a> Prepared<'a> {
     }
 
     async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
-        let spare = spare::of_boot(&self.node.rootfs, &self.spec.id, self.spec.disk_limits).await?;
+        let spare = spare::of_boot(&self.node.rootfs, &self.spec.id, self.spec.disk_limits).await;
         let disks = spare.iter().map(|spare| spare.disk.clone()).collect();
         let described = VmSpec { disks, ..self.vm_spec(key) };
         let vm = answered(self.spec, until, "the boot", self.vmm().boot(&described)).await?;

@@ -33,8 +33,9 @@ const LOOK: &str = r#"
     true"#;
 
 /// Lines in which a pod of the pool may differ from one that booted: section, what the line has, and why.
-const MAY_DIFFER: [(&str, &str, &str); 9] = [
+const MAY_DIFFER: [(&str, &str, &str); 10] = [
     ("devices", " sd", "the pool's has the disk that is written to before the image's"),
+    ("devices", " vd", "a slot that was empty at the boot says that it is very large"),
     ("sysctl", "/proc/sys/fs/dentry-state:", "counts what was ever opened"),
     ("sysctl", "/proc/sys/fs/inode-", "counts what was ever opened"),
     ("sysctl", "/proc/sys/fs/file-nr:", "counts what is open at the moment"),

@@ -22,7 +22,7 @@ LOGS=$ROOT/target/test-kvm
 CASES=lifecycle,container::a_container,pool,templates,network,volumes,shares,failure,worker,security
 # A selection of these that takes a few minutes: each start path, network, volume, share, kill -9 and recovery.
 FEW=templates::a_handler_may_ask_for_a_boot,pool::a_pod_takes_the_pools_vm_if_it_fits,network::pods_reach_one_another
-FEW+=,network::who_carries_packets,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
+FEW+=,network::who_carries_packets,network::two_interfaces,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
 FEW+=,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
 skipped=0
 # Rates and bursts. They are measured over many seconds.

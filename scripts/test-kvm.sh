@@ -23,7 +23,7 @@ CASES=lifecycle,container::a_container,pool,templates,network,volumes,shares,fai
 # A selection of these that takes a few minutes: each start path, network, volume, share, kill -9 and recovery.
 FEW=templates::a_handler_may_ask_for_a_boot,pool::a_pod_takes_the_pools_vm_if_it_fits,network::pods_reach_one_another
 FEW+=,network::who_carries_packets,network::two_interfaces,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
-FEW+=,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
+FEW+=,probe::a_pods_vm_boots_alone,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
 skipped=0
 # Rates and bursts. They are measured over many seconds.
 LIMITED=bandwidth,scratch::no_faster_than_its_limit

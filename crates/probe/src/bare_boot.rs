@@ -1,7 +1,7 @@
 //! Boots a pod's VM alone: the time to its agent's ready message.
 //!
 //! The arguments are those of a pod's own VMM, read from its command line, with sockets of this run's own.
-//! No daemon, no disks, no container: the rest of a start over CRI is the runtime's time.
+//! No daemon, no content of disks, no container: the rest of a start over CRI is the runtime's time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -18,6 +18,7 @@ use sandboxer_protocol::{
     boot::{BootParams, InvalidBootParams},
     link::{self, LinkError, LinkKey},
 };
+use serde_json::json;
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::process::{ChildStderr, Command};
@@ -107,7 +108,7 @@ impl BareBoot {
         if !arguments.iter().any(|word| socket(word).is_some_and(|(id, _)| id == AGENT)) {
             return Err(BareBootError::Unknown { pid, reason: "it has no agent socket" });
         }
-        let arguments = arguments.into_iter().map(alone).collect();
+        let arguments = without_files(arguments).into_iter().map(alone).collect();
         Ok(Self { program, arguments, key })
     }
 
@@ -157,20 +158,48 @@ impl BareBoot {
     }
 }
 
-/// Returns an argument for a VM alone: its memory is a file of its own, and its network interfaces are not connected.
+/// Returns the arguments without files of disks that the other process was passed: `-add-fd fd=NUMBER,set=SET`.
+fn without_files(arguments: Vec<OsString>) -> Vec<OsString> {
+    let mut kept = Vec::with_capacity(arguments.len());
+    let mut words = arguments.into_iter();
+    while let Some(word) = words.next() {
+        if word == "-add-fd" {
+            words.next();
+        } else {
+            kept.push(word);
+        }
+    }
+    kept
+}
+
+/// Returns an argument for a VM alone: its memory is a file of its own, its disks are empty, and its network interfaces are not connected.
 fn alone(word: OsString) -> OsString {
     let Some(text) = word.to_str() else { return word };
-    let without = |field: &str| {
-        let parts = text.split(',').filter(|part| !part.starts_with(field));
+    if let Some(empty) = empty_disk(text) {
+        return empty.into();
+    }
+    let without = |fields: &[&str]| {
+        let parts = text.split(',').filter(|part| !fields.iter().any(|field| part.starts_with(field)));
         parts.collect::<Vec<_>>().join(",")
     };
     match text.split(',').next() {
         Some("memory-backend-file") => {
-            without("mem-path=").replacen("memory-backend-file", "memory-backend-memfd", 1).into()
+            without(&["mem-path="]).replacen("memory-backend-file", "memory-backend-memfd", 1).into()
         }
-        Some("tap") => format!("{},hubid=0", without("fd=").replacen("tap", "hubport", 1)).into(),
+        Some("tap") => format!("{},hubid=0", without(&["fd=", "vhost"]).replacen("tap", "hubport", 1)).into(),
         _ => word,
     }
+}
+
+/// Returns an empty image in place of one whose file the other process was passed.
+fn empty_disk(text: &str) -> Option<String> {
+    /// More than any disk.
+    const BYTES: u64 = 64 << 40;
+    let node: serde_json::Value = serde_json::from_str(text).ok()?;
+    node["filename"].as_str()?.strip_prefix("/dev/fdset/")?;
+    let (name, read_only) = (&node["node-name"], node["read-only"] == true);
+    let driver = "null-co";
+    Some(json!({"driver": driver, "node-name": name, "read-only": read_only, "size": BYTES, "read-zeroes": true}).to_string())
 }
 
 /// Returns the first output of an ended VMM, for an error.
@@ -214,7 +243,15 @@ mod tests {
     fn what_belongs_to_another_process_is_not_asked_for() {
         let memory = "memory-backend-file,id=memory0,size=256M,mem-path=/proc/self/fd/865,share=on";
         assert_eq!(alone(memory.into()), "memory-backend-memfd,id=memory0,size=256M,share=on");
-        assert_eq!(alone("tap,id=tap0,fd=869".into()), "hubport,id=tap0,hubid=0");
+        for tap in ["tap,id=tap0,fd=869", "tap,id=tap0,fd=869,vhost=on,vhostfd=870"] {
+            assert_eq!(alone(tap.into()), "hubport,id=tap0,hubid=0");
+        }
+        assert_eq!(without_files(words("-S|-add-fd|fd=29,set=9|-m|1M")), words("-S|-m|1M"));
+        let disk = alone(r#"{"driver":"file","node-name":"f9","filename":"/dev/fdset/9"}"#.into());
+        let disk: serde_json::Value = serde_json::from_slice(disk.as_bytes()).unwrap();
+        assert_eq!((&disk["driver"], &disk["node-name"]), (&json!("null-co"), &json!("f9")));
+        let slot = r#"{"driver":"raw","node-name":"t9","file":"f9"}"#;
+        assert_eq!(alone(slot.into()), slot);
         assert_eq!(
             alone("virtio-net-device,id=nic0,netdev=tap0".into()),
             "virtio-net-device,id=nic0,netdev=tap0"

@@ -1,6 +1,7 @@
 //! The probe against independent observers of the same pods: containerd's own clock, and a few lines of shell.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, SystemTime};
 
@@ -16,7 +17,10 @@ use sandboxer_probe::timeline::{self, RUN_LABEL, Recipe};
 use sandboxer_probe::{ledger, overhead};
 use tokio_util::sync::CancellationToken;
 
-crate::cases![Any: times_agree_with_containerds_clock, memory_agrees_with_a_shell, a_sweep_whose_pods_are_removed_has_no_figure];
+crate::cases![
+    Any: times_agree_with_containerds_clock, memory_agrees_with_a_shell, a_sweep_whose_pods_are_removed_has_no_figure;
+    Vm: a_pods_vm_boots_alone
+];
 
 fn bench(case: &Case) -> Result<(Bench, Recipe)> {
     let endpoint = case.stack.env("CONTAINER_RUNTIME_ENDPOINT")?;
@@ -98,6 +102,23 @@ async fn memory_agrees_with_a_shell(case: Case) -> Result<()> {
     tokio::time::timeout(Duration::from_secs(60), timeline::remove_all(&bench.runtime, &recipe.run))
         .await??;
     outcome
+}
+
+/// As `sandboxer-cli startup --bare-boot` does, with the command line of a pod's VMM. Only QEMU has all of a VM there.
+async fn a_pods_vm_boots_alone(case: Case) -> Result<()> {
+    let (_, recipe) = bench(&case)?;
+    let admin = PathBuf::from(case.stack.env("SANDBOXER_SOCKET")?);
+    let bench = Bench::open(case.stack.env("CONTAINER_RUNTIME_ENDPOINT")?, Some(&admin))?;
+    let vm = bench.bare_boot(&format!("{}-boot", case.handler), &recipe).await;
+    let pod = case.pod().await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    if std::fs::read_to_string(format!("/proc/{vmm}/comm"))?.starts_with("qemu") {
+        vm?.run(PATIENCE).await?;
+    } else {
+        let error = vm.err().context("a VM without a command line was read")?.to_string();
+        ensure!(error.contains("cannot be started alone"), "{error}");
+    }
+    Ok(())
 }
 
 /// Returns the shell that looks has the pod's id in its own command line.

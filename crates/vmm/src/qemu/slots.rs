@@ -16,7 +16,7 @@ use crate::{DiskSpec, FIRST_IMAGE, SPARE, qmp::TopNode};
 /// Most network interfaces of a VM with slots: each device needs one of the eight lines of KVM's first interrupt controller.
 pub const MOST_NICS: u8 = 2;
 
-/// Size of an empty slot, bytes: that of the largest disk. The guest is not told of a disk's size. What reads or writes behind the
+/// Size of an empty slot, bytes: that of the largest disk. The guest is not told of a disk's size. What reads or writes beyond the
 /// disk's end gets an error.
 const EMPTY_BYTES: u64 = 64 << 40;
 

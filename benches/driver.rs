@@ -1,7 +1,7 @@
-//! What the driver of Cloud Hypervisor costs a pod's start: `cargo bench --bench driver`.
+//! Cost of Cloud Hypervisor's driver in a pod's start: `cargo bench --bench driver`.
 //!
-//! From the VMM's spawn to `vm.boot` answered, against the double of the tests, which runs nothing; and the
-//! same by a client that does the least that can be done. What lies between is the driver's.
+//! Measures the time from the VMM's spawn to the response to `vm.boot`, with the tests' double, which runs nothing;
+//! then the same with a minimal client. The difference is the driver's cost.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 
@@ -25,7 +25,7 @@ use sandboxer_vmm::{VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-/// Starts of each kind, one after the other.
+/// Number of starts of each kind, one after the other.
 const STARTS: usize = 100;
 
 fn main() -> ExitCode {
@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A double, and a driver for it.
+/// A double of the VMM, and a driver for it.
 struct Host {
     runtime: Runtime,
     dir: TempDir,
@@ -54,7 +54,7 @@ impl Host {
         Self { runtime, dir, vmm }
     }
 
-    /// Returns a VM in a directory of its own.
+    /// Returns a VM with its own directory.
     fn spec(&self) -> VmSpec {
         let run_dir = self.dir.path().join("run");
         let _ = fs::remove_dir_all(&run_dir);
@@ -81,7 +81,7 @@ impl Host {
         }
     }
 
-    /// Returns a start by the driver.
+    /// Returns the duration of a start by the driver.
     fn by_driver(&self) -> Duration {
         let spec = self.spec();
         self.runtime.block_on(async {
@@ -93,7 +93,7 @@ impl Host {
         })
     }
 
-    /// Returns a start with nothing watched, kept, bounded or timed.
+    /// Returns the duration of a start by a client that watches, keeps, bounds and times nothing.
     fn by_least(&self) -> Duration {
         let spec = self.spec();
         let description = serde_json::to_string(&self.vmm.description(&spec)).unwrap();
@@ -134,7 +134,7 @@ fn starts(criterion: &mut Criterion) {
     group.bench_function("least client", |b| b.iter_custom(|n| (0..n).map(|_| host.by_least()).sum()));
     group.finish();
 
-    // Taken in turns, so that what else the host does hits both.
+    // The two alternate, so that other work of the host affects both.
     let (mut driver, mut least): (Vec<_>, Vec<_>) =
         (0..STARTS).map(|_| (host.by_driver(), host.by_least())).unzip();
     driver.sort();

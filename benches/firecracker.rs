@@ -1,14 +1,15 @@
-//! What Firecracker's specification promises, measured: `cargo bench --bench firecracker`, with its program in `FIRECRACKER` and on a
-//! usable KVM. `scripts/firecracker-promises.sh` runs it in a node VM, in virtual time.
+//! Measures the promises of Firecracker's specification: `cargo bench --bench firecracker`, with the program's path in
+//! `FIRECRACKER` and a usable KVM. `scripts/firecracker-promises.sh` runs it in a node VM, in virtual time.
 //!
-//! | promise | how it is measured |
+//! | promised maximum | how it is measured |
 //! |---|---|
-//! | its API socket is there within 8 ms of processor time | the process' clock when inotify reports the socket, exec included |
-//! | at most 125 ms from InstanceStart to the guest's init | until the guest's first process, whose first act is a connection to its host, is connected |
-//! | at most 5 MiB for the VMM, with 1 vCPU and 128 MiB | resident pages of the process without the guest's memory, a second later |
+//! | API socket within 8 ms of CPU time | the process's clock when inotify reports the socket, exec included |
+//! | 125 ms from InstanceStart to the guest's init | until the guest's first process has connected to the host |
+//! | 5 MiB for the VMM, with 1 vCPU and 128 MiB | resident pages without the guest's memory, one second later |
 //!
-//! It runs without a jail and without a daemon, as the specification's own tests do. Guest kernel: ours. Besides the specification's
-//! VM it measures what the daemon gives a guest: drives on PCI, and its words on the kernel's command line.
+//! Firecracker runs without a jail and without a daemon, as in the specification's own tests, but with our guest
+//! kernel. Besides the specification's VM, the bench measures a VM as the daemon configures it: with drives on PCI, and
+//! the daemon's words on the kernel's command line.
 
 #![allow(
     clippy::unwrap_used,
@@ -39,13 +40,13 @@ use nix::{
 use sandboxer_protocol::boot::KERNEL_WORDS;
 use sandboxer_vmm::kvm::{self, KvmUnusable};
 
-/// Starts of each VM, unless SANDBOXER_BENCH_STARTS says otherwise.
+/// Number of starts of each VM, unless SANDBOXER_BENCH_STARTS is set.
 const STARTS: usize = 20;
-/// The specification's VM.
+/// Memory of the specification's VM, MiB.
 const MEMORY_MIB: u64 = 128;
-/// The words of its test of the boot time: no serial port, nothing that a VM does not have.
+/// Words on the kernel's command line in the specification's test of the boot time: no serial port, no absent devices.
 const SPECIFIED_WORDS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux i8042.nopnp i8042.dumbkbd swiotlb=noforce cryptomgr.notests";
-/// A guest that is silent for so long does not boot.
+/// Time after which a silent guest counts as not booting.
 const LONG: Duration = Duration::from_secs(120);
 
 /// A VM to measure.
@@ -56,17 +57,17 @@ struct Kind {
     words: String,
 }
 
-/// What one start showed.
+/// Figures of one start.
 struct Start {
-    /// Processor time of the VMM until its API socket was there.
+    /// CPU time of the VMM until its API socket was there.
     socket: Duration,
-    /// From InstanceStart to the guest's init.
+    /// Time from InstanceStart to the guest's init.
     init: Duration,
-    /// VM exits until then; `None` if KVM's statistics cannot be read.
+    /// VM exits until the guest's init ran; `None` if KVM's statistics cannot be read.
     exits: Option<u64>,
-    /// Resident memory of the VMM without its guest's, KiB.
+    /// Resident memory of the VMM without its guest's memory, KiB.
     resident: u64,
-    /// The same, shared pages divided by those who share them.
+    /// Proportional set size of the same memory, KiB.
     proportional: u64,
 }
 
@@ -93,7 +94,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match kvm::measure(Path::new("/dev/kvm")) {
-        // Slow is good enough: times are virtual.
+        // A slow KVM is sufficient: times are virtual.
         Ok(_) | Err(KvmUnusable::Slow { .. }) => {}
         Err(why) => {
             println!("not measured: {why}");
@@ -107,7 +108,7 @@ fn main() -> ExitCode {
         "VM", "n", "API socket, CPU ms", "to init, ms", "exits", "RSS; PSS, MiB"
     );
     for kind in kinds() {
-        // The first one warms the caches.
+        // The first start warms the caches.
         let mut all: Vec<Start> = (0..=starts).map(|_| start(&program, &kernel, &kind)).collect();
         all.remove(0);
         report(&kind, &all);
@@ -140,7 +141,7 @@ fn report(kind: &Kind, all: &[Start]) {
     );
 }
 
-/// Ends the VMM, however its start went.
+/// A running VMM. Dropping it kills the VMM, however the start went.
 struct Vmm(Child);
 
 impl Drop for Vmm {
@@ -185,7 +186,7 @@ fn start(program: &Path, kernel: &Path, kind: &Kind) -> Start {
     Start { socket, init, exits, resident, proportional }
 }
 
-/// Describes the VM to its VMM.
+/// Configures the VM over the VMM's API.
 fn describe(at: &impl Fn(&str) -> PathBuf, kernel: &Path, kind: &Kind) {
     let api = at("api.sock");
     put(&api, "machine-config", &format!(r#"{{"vcpu_count":1,"mem_size_mib":{MEMORY_MIB}}}"#));
@@ -207,7 +208,7 @@ fn describe(at: &impl Fn(&str) -> PathBuf, kernel: &Path, kind: &Kind) {
     put(&api, "entropy", "{}");
 }
 
-/// Makes a call, once the VMM listens.
+/// Makes a call once the VMM listens.
 fn put(api: &Path, call: &str, body: &str) {
     let began = Instant::now();
     let mut stream = loop {
@@ -238,7 +239,7 @@ fn wait(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// Returns the VM exits of a VMM's guest so far, of KVM's statistics.
+/// Returns the VM exits of a VMM's guest so far, from KVM's statistics; `None` if they cannot be read.
 fn exits(vmm: u32) -> Option<u64> {
     let prefix = format!("{vmm}-");
     let mut all = fs::read_dir("/sys/kernel/debug/kvm").ok()?.flatten();
@@ -246,7 +247,7 @@ fn exits(vmm: u32) -> Option<u64> {
     fs::read_to_string(of_vm.path().join("exits")).ok()?.trim().parse().ok()
 }
 
-/// Returns the resident memory of a process and its proportional part, KiB, without mappings as large as the guest's memory.
+/// Returns the resident memory of a process and its proportional part, KiB, without mappings as large as guest memory.
 fn memory(vmm: u32) -> (u64, u64) {
     let maps = fs::read_to_string(format!("/proc/{vmm}/smaps")).unwrap();
     let (mut resident, mut proportional, mut size) = (0, 0, 0);

@@ -1,18 +1,18 @@
-//! An initramfs whose only program tells the host that it runs, before it does anything else: the minimal `/init`.
+//! An initramfs whose only program, a minimal `/init`, first connects to the host to report that it runs.
 
-/// Bytes of the program.
+/// Size of the program, bytes.
 const SIZE: usize = CODE + PROGRAM.len();
-/// Where it is loaded.
+/// Address at which the program is loaded.
 const BASE: u64 = 0x40_0000;
-/// Where its code begins, in the file and from [`BASE`].
+/// Offset of the program's code, in the file and from [`BASE`].
 const CODE: usize = 0x78;
 
-/// Machine code for x86-64, and the address to which it connects: port 1024 of the host.
+/// Machine code for x86-64, followed by the address to which it connects: port 1024 of the host.
 #[rustfmt::skip]
 const PROGRAM: [u8; 0x41] = [
     // socket(AF_VSOCK, SOCK_STREAM, 0)
     0xb8, 41, 0, 0, 0, 0xbf, 40, 0, 0, 0, 0xbe, 1, 0, 0, 0, 0x31, 0xd2, 0x0f, 0x05,
-    // connect(its result, address, 16)
+    // connect(socket, address, 16)
     0x89, 0xc7, 0x48, 0x8d, 0x35, 0x15, 0, 0, 0, 0xba, 16, 0, 0, 0, 0xb8, 42, 0, 0, 0, 0x0f, 0x05,
     // again: pause(); jmp again
     0xb8, 34, 0, 0, 0, 0x0f, 0x05, 0xeb, 0xf7,
@@ -20,7 +20,7 @@ const PROGRAM: [u8; 0x41] = [
     40, 0, 0, 0, 0, 4, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0,
 ];
 
-/// Returns the program: an ELF of one segment.
+/// Returns the program: an ELF file with one segment.
 fn program() -> [u8; SIZE] {
     let mut elf = [0; SIZE];
     let mut put = |at: usize, bytes: &[u8]| elf[at..at + bytes.len()].copy_from_slice(bytes);
@@ -28,10 +28,10 @@ fn program() -> [u8; SIZE] {
     put(0x00, &[0x7f, b'E', b'L', b'F', 2, 1, 1]);
     put(0x10, &[2, 0, 62, 0, 1, 0, 0, 0]);
     put(0x18, &(BASE + CODE as u64).to_le_bytes());
-    // One program header, right after this one.
+    // One program header, directly after this one.
     put(0x20, &0x40_u64.to_le_bytes());
     put(0x34, &[64, 0, 56, 0, 1, 0]);
-    // It loads the whole file, to read and to execute.
+    // The segment loads the whole file, readable and executable.
     put(0x40, &[1, 0, 0, 0, 5, 0, 0, 0]);
     put(0x50, &BASE.to_le_bytes());
     put(0x58, &BASE.to_le_bytes());
@@ -42,7 +42,7 @@ fn program() -> [u8; SIZE] {
     elf
 }
 
-/// Returns the initramfs, in the format `newc` of cpio.
+/// Returns the initramfs, in cpio's format `newc`.
 pub fn initramfs() -> Vec<u8> {
     let mut archive = Vec::new();
     entry(&mut archive, "init", 0o100_755, &program());

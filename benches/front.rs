@@ -1,8 +1,8 @@
-//! What the front adds to a call, and what it costs in memory: `cargo bench --bench front`.
+//! Time that the front adds to a call, and its memory: `cargo bench --bench front`.
 //!
-//! Calls go to a double of the worker, which answers at once: over a socket pair, and through the front, in turns. The difference of
-//! the medians is the front's part. Then there are as many connections as 50 pods have, each with an open `Wait` and twenty calls
-//! behind it, as after a while of statistics.
+//! Calls alternately go to a double of the worker, which responds at once, over a socket pair and through the front.
+//! The difference of the medians is the front's part. Then there are as many connections as 50 pods have, each with an
+//! open `Wait` after twenty calls, as after a while of statistics.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on ends where it stands")]
 
@@ -33,12 +33,12 @@ use sandboxer_front::{
     frame::{Assembler, Frame, HEADER, REQUEST, RESPONSE},
 };
 
-/// Timed calls of each kind.
+/// Number of timed calls of each kind.
 const CALLS: usize = 5000;
-/// Bytes of a request and of a response, about those of `Stats`.
+/// Sizes of a request and of a response, bytes: about those of `Stats`.
 const REQUEST_BYTES: usize = 120;
 const RESPONSE_BYTES: usize = 900;
-/// Connections of 50 pods with two containers each, and of their sandboxes.
+/// Number of connections of 50 pods with two containers each, and of their sandboxes.
 const CONNECTIONS: usize = 150;
 
 fn main() -> ExitCode {
@@ -64,9 +64,9 @@ fn front(dir: &Path) -> ExitCode {
     sandboxer_front::run(&std::env::current_exe().unwrap(), &worker, Duration::from_secs(30), &build).unwrap()
 }
 
-/// A double of the worker: it answers every request but `Wait`.
+/// Runs a double of the worker, which responds to every request except `Wait`.
 fn worker(dir: &Path, control: &OsString) -> ExitCode {
-    // SAFETY: the front has passed it for this use.
+    // SAFETY: the front has passed the descriptor for this use.
     let control = unsafe { OwnedFd::from_raw_fd(control.to_str().unwrap().parse().unwrap()) };
     while control::receive(control.as_fd(), MsgFlags::empty()).unwrap().unwrap().kind != Kind::AllKept {}
     let listener = UnixListener::bind(dir.join("task.sock")).unwrap();
@@ -118,7 +118,7 @@ impl Client {
         self.next += 2;
     }
 
-    /// Makes a call; returns how long it took, µs.
+    /// Makes a call; returns its duration, µs.
     fn call(&mut self) -> f64 {
         let (begin, mut assembler, mut scratch) = (Instant::now(), Assembler::default(), [0; 4096]);
         self.send(b'c');
@@ -132,7 +132,7 @@ impl Client {
     }
 }
 
-/// The front's process, which is ended with this.
+/// A process of the front. Dropping it terminates the process.
 struct Running(Child);
 
 impl Drop for Running {
@@ -179,7 +179,7 @@ fn percentiles(mut times: Vec<f64>) -> (f64, f64) {
     (times[times.len() / 2], times[times.len() * 99 / 100])
 }
 
-fn memory(holder: u32, connect: impl Fn() -> Option<UnixStream>) {
+fn memory(keeper: u32, connect: impl Fn() -> Option<UnixStream>) {
     let connections: Vec<_> = (0..CONNECTIONS)
         .map(|_| {
             let mut client = Client::new(connect().unwrap());
@@ -191,8 +191,8 @@ fn memory(holder: u32, connect: impl Fn() -> Option<UnixStream>) {
         })
         .collect();
     println!("\nmemory with {CONNECTIONS} connections            PSS, KiB   of that private");
-    let children = fs::read_to_string(format!("/proc/{holder}/task/{holder}/children")).unwrap();
-    for pid in [holder.to_string()].iter().map(String::as_str).chain(children.split_whitespace()) {
+    let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
+    for pid in [keeper.to_string()].iter().map(String::as_str).chain(children.split_whitespace()) {
         let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
         if line.windows(6).any(|bytes| bytes == b"worker") {
             continue;
@@ -205,7 +205,7 @@ fn memory(holder: u32, connect: impl Fn() -> Option<UnixStream>) {
         println!("process {pid:<30} {:>9} {:>17}", field("Pss:"), field("Private_Dirty:"));
     }
     let mut files = (0, 0);
-    for entry in fs::read_dir(format!("/proc/{holder}/fd")).unwrap() {
+    for entry in fs::read_dir(format!("/proc/{}/fd", children.trim())).unwrap() {
         let path = entry.unwrap().path();
         if fs::read_link(&path).is_ok_and(|name| name.to_string_lossy().starts_with("/memfd:")) {
             use std::os::unix::fs::MetadataExt;

@@ -1,12 +1,12 @@
-//! How long other pods wait beside a hostile guest: `cargo bench --bench hostile`.
+//! How much a hostile guest delays other pods: `cargo bench --bench hostile`.
 //!
-//! Ten good pods are asked for an exec each, at a steady rate, by themselves and beside one guest of each hostile
-//! nature. Agents are the doubles of the daemon's tests, in threads of their own: what is measured is the daemon's, and
-//! what the two of them take of the VM's processors. To tell these apart, there are neighbours that do no harm, too:
-//! one that only computes, and one that is a good pod started and removed over and over.
+//! Ten good pods receive execs at a steady rate, alone and beside one guest of each hostile nature. Agents are the
+//! doubles of the daemon's tests, in their own threads. So the figures include the daemon's delay and the doubles' use
+//! of the VM's processors. To distinguish the two, there are also harmless neighbours: one that only computes, and a
+//! good pod that is started and removed over and over.
 //!
-//! Then good pods are started, by themselves and beside ten hostile ones, each of which is asked for containers without end:
-//! a guest that is slow to make one must not take the places of others.
+//! Then good pods are started, alone and beside ten hostile ones, each of which receives endless requests for
+//! containers: a guest that is slow to make a container must not occupy the slots of others.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 #![allow(dead_code, reason = "the daemon's tests use all of their doubles")]
@@ -46,21 +46,21 @@ use tokio::{
     time::{Instant, MissedTickBehavior, interval_at, sleep, timeout},
 };
 
-/// How long an agent may take to answer a call.
+/// Time within which an agent must respond to a call.
 const AGENT_TIMEOUT: Duration = Duration::from_millis(500);
-/// Good pods.
+/// Number of good pods.
 const GOOD: usize = 10;
-/// Each of them is asked for an exec as often.
+/// Interval of the execs in each good pod.
 const EVERY: Duration = Duration::from_millis(40);
-/// Execs of each good pod alone, and then beside each neighbour.
+/// Number of execs in each good pod, alone and then beside each neighbour.
 const EXECS: u32 = 100;
-/// Starts of a good pod alone, and then beside hostile ones.
+/// Number of starts of a good pod, alone and then beside hostile ones.
 const STARTS: usize = 30;
-/// So many hostile ones.
+/// Number of hostile pods.
 const HOSTILE: usize = 10;
-/// A pod that has ended is started again after so long. A kubelet takes longer.
+/// Pause before a pod that has ended is started again. A kubelet waits longer.
 const AGAIN: Duration = Duration::from_millis(100);
-/// As many threads as the daemon has.
+/// Number of the daemon's worker threads, as in production.
 const WORKERS: usize = 2;
 
 /// What runs beside the good pods.
@@ -68,7 +68,7 @@ const WORKERS: usize = 2;
 enum Neighbour {
     Computes,
     ComesAndGoes,
-    /// A pod with two volumes whose servers don't answer asks for containers over and over. Needs root.
+    /// A pod with two volumes whose servers do not respond requests containers over and over. Needs root.
     HungVolumes,
     Hostile(Nature),
 }
@@ -90,7 +90,7 @@ async fn measure(outside: &Runtime) {
         place.run(&pod, &format!("good{n}")).await;
         good.push(pod);
     }
-    // What is done for the first time is slow.
+    // The first execs include one-time work.
     place.execs(&good).await;
 
     let n = GOOD as u32 * EXECS;
@@ -140,11 +140,11 @@ async fn measure(outside: &Runtime) {
     }
 }
 
-/// A node, and what is outside of its daemon: agents, and who reads containers' output.
+/// A node with everything outside its daemon: agents, and readers of containers' output.
 struct Place {
     test: TestNode,
     outside: Handle,
-    /// What the next VMs' agents are like.
+    /// Nature of the next VMs' agents.
     next: Arc<Mutex<Option<Nature>>>,
 }
 
@@ -168,7 +168,7 @@ impl Place {
         Self { test, outside, next }
     }
 
-    /// Makes a container, and lets it go; what it prints is read.
+    /// Creates and starts a container, and reads its output in the background.
     async fn run(&self, pod: &PodHandle, container: &str) {
         let mut new = self.test.container(container, "true");
         let nature = *self.next.lock().unwrap();
@@ -186,12 +186,12 @@ impl Place {
             let (mut stdout, mut sink) = (stdout, vec![0; 64 << 10]);
             while stdout.read(&mut sink).await.is_ok_and(|count| count > 0) {}
         });
-        // A hostile pod may refuse.
+        // A hostile pod may reject the calls.
         let _ = pod.create_container(new).await;
         let _ = pod.start_process(id(container), None).await;
     }
 
-    /// Returns each pod's execs, from when each was due until it was deleted again, in µs.
+    /// Returns the times of the execs, µs, from when each was due until it was deleted.
     async fn execs(&self, good: &[PodHandle]) -> Histogram<u64> {
         let begin = Instant::now() + EVERY;
         let pods = good.iter().enumerate().map(|(n, pod)| async move {
@@ -213,7 +213,7 @@ impl Place {
     }
 
     async fn exec(&self, pod: &PodHandle, container: &str) {
-        // FIFOs of its own.
+        // The exec has its own FIFOs.
         let stdio = self.test.container(&format!("{container}-exec"), "true").stdio;
         let mut stdout = reader(&stdio.stdout);
         let (of, exec) = (id(container), "exec".parse::<ExecId>().unwrap());
@@ -227,7 +227,7 @@ impl Place {
         pod.delete(of, Some(exec)).await.unwrap();
     }
 
-    /// Starts of good pods with a container each, one after the other, in µs.
+    /// Returns the times to start good pods with one container each, one after the other, µs.
     async fn starts(&self) -> Histogram<u64> {
         let mut times = Histogram::<u64>::new(3).unwrap();
         for n in 0..STARTS {
@@ -243,7 +243,7 @@ impl Place {
         times
     }
 
-    /// Does this while many hostile pods are asked for containers, each for one after the other.
+    /// Does `work` while many hostile pods receive requests for containers, one after the other each.
     async fn beside_many<T>(&self, nature: Nature, work: impl Future<Output = T>) -> T {
         *self.next.lock().unwrap() = Some(nature);
         let mut hostile = Vec::new();
@@ -268,7 +268,7 @@ impl Place {
         };
         let asked = future::join_all(hostile.iter().cloned().enumerate().map(|(n, pod)| ask(n, pod)));
         let work = async {
-            // All of them are at it.
+            // By now all of them are busy.
             sleep(AGENT_TIMEOUT).await;
             let done = work.await;
             over.store(true, Ordering::Relaxed);
@@ -281,7 +281,7 @@ impl Place {
         done
     }
 
-    /// Does this while the neighbour does what it does.
+    /// Does `work` while the neighbour runs.
     async fn beside<T>(&self, neighbour: Neighbour, work: impl Future<Output = T>) -> T {
         let over = AtomicBool::new(false);
         let live = async {
@@ -315,8 +315,8 @@ impl Place {
         computing.join().unwrap();
     }
 
-    /// Runs a pod that requests two containers at a time, each with a hung volume. The volumes are new each time, as
-    /// their paths are known to hang.
+    /// Runs a pod that requests two containers at a time, each with a hung volume. The volumes are new each time,
+    /// because their paths are known to hang.
     async fn hang(&self, over: &AtomicBool) {
         let pod = self.test.pod("hung");
         pod.start().await.unwrap();

@@ -1,6 +1,7 @@
-//! What pods cost in memory: `cargo bench --bench memory`.
+//! Memory of pods: `cargo bench --bench memory`.
 //!
-//! Criterion times the ledger itself; the sweep by the code of `sandboxer-cli mem-report` stays as files.
+//! Criterion times the ledger itself. The sweep uses the code of `sandboxer-cli mem-report` and leaves its result as
+//! files.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 
@@ -11,7 +12,10 @@ use std::time::Duration;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use sandboxer_probe::{
-    html, ledger,
+    figures::Palette,
+    html,
+    idle::Windows,
+    ledger,
     memory::Sweep,
     process, pss,
     store::{self, Store},
@@ -19,7 +23,7 @@ use sandboxer_probe::{
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-/// Measures the cost of a memory reading.
+/// Measures the cost of taking a ledger.
 fn observer(c: &mut Criterion) {
     let mut group = c.benchmark_group("ledger");
     group.sample_size(20).measurement_time(Duration::from_secs(3));
@@ -51,13 +55,14 @@ fn sweep(c: &mut Criterion) {
         repeat: 1,
         recipe: stack.recipe(),
         vm: None,
+        idle: Windows::default(),
     };
     let dir = stack::result_dir("memory");
     let mut store = Store::create(&dir).unwrap();
     let never = CancellationToken::new();
     runtime.block_on(stack.bench.memory(&sweep, Some(&mut store), &never, &mut |_| ())).unwrap();
     let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded, &[]).unwrap();
+    store::write_plots(&dir, &loaded, &[], &Palette::of(&loaded, &[])).unwrap();
     store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
     println!("ledger: {}", dir.join("ledger.csv").display());
     println!("report: {}", dir.join("report.html").display());

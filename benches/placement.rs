@@ -1,23 +1,24 @@
-//! What a NUMA node of its own gains a pod: `cargo bench -p sandboxer-e2e --bench placement`. Needs root, two NUMA nodes, and what
-//! `make up bench-helper` needs. `scripts/bench-placement.sh` runs it in a node VM.
+//! Gain of running a pod on its own NUMA node: `cargo bench -p sandboxer-e2e --bench placement`. Needs root, two NUMA
+//! nodes, and the prerequisites of `make up bench-helper`. `scripts/bench-placement.sh` runs it in a node VM.
 //!
-//! 1 to N loops run at once, each in a pod of one vCPU or as a process of the host. A loop changes random places of a working set in
-//! transactions that arrive at random at a rate; their time in the queue counts. Of a ladder of rates the highest one is found at which all
-//! loops keep a bound of the 99th percentile and do 95 % of the work, as for all lower rates. The sum of what they did there is the
-//! throughput. Series alternate:
+//! 1 to N loops run at once, each in a pod of one vCPU or as a process of the host. A loop changes random places of a
+//! working set in transactions that arrive at random at a mean rate; latency includes their time in the queue. The
+//! bench climbs a ladder of rates and finds the highest one up to which all loops keep a bound of the 99th percentile
+//! and do 95 % of the work. The throughput is the sum of the work done there. Series alternate:
 //!
 //! | series | |
 //! |---|---|
 //! | placed | pods, `[placement] policy = "numa"` |
 //! | unplaced | pods, `policy = "off"` |
-//! | pinned | processes, each held to the CPUs of one node; nodes in turns |
+//! | pinned | processes, each restricted to the CPUs of one node; nodes in turns |
 //! | unpinned | processes |
 //!
-//! The local share is the part of the loops' processor time that was on the node of their memory: each thread's time since the last
-//! sample, times the part of its process's memory that is on the node of the thread's CPU.
+//! The local share is the part of the loops' CPU time that was spent on the node of their memory: each thread's time
+//! since the last sample, times the part of its process's memory that is on the node of the thread's CPU.
 //!
-//! `SANDBOXER_BENCH_ROUNDS` (3), `SANDBOXER_BENCH_PODS` (1,2,… up to the CPUs), `SANDBOXER_BENCH_RATES` (transactions per second, ascending),
-//! `SANDBOXER_BENCH_BOUND_MS` (10), `SANDBOXER_BENCH_SECONDS` (10, of each rate) and `SANDBOXER_BENCH_MIB` (64) change the plan.
+//! The plan can be changed by `SANDBOXER_BENCH_ROUNDS` (3), `SANDBOXER_BENCH_PODS` (1,2,… up to the CPUs),
+//! `SANDBOXER_BENCH_RATES` (transactions per second, ascending), `SANDBOXER_BENCH_BOUND_MS` (10),
+//! `SANDBOXER_BENCH_SECONDS` (10, of each rate) and `SANDBOXER_BENCH_MIB` (64).
 
 use std::{
     collections::HashMap,
@@ -42,17 +43,17 @@ use sandboxer_probe::summary::median;
 use sandboxer_process::{numa::Topology, residence::Residence};
 use tokio::runtime::Runtime;
 
-/// Where the host's nodes are described.
+/// Directory of the host's NUMA nodes in sysfs.
 const NODES: &str = "/sys/devices/system/node";
-/// The program of the loops, in its pod.
+/// Path of the loops' program in its pod.
 const IN_POD: &str = "/bench-helper";
-/// Time between two samples of where threads and memory are.
+/// Interval between two samples of where threads and memory are.
 const SAMPLE: Duration = Duration::from_millis(500);
-/// The part of the work that has to be done.
+/// Fraction of the work that must be done.
 const DONE: f64 = 0.95;
-/// Rates of one loop, per second.
+/// Ladder of rates of one loop, per second.
 const RATES: &str = "500,700,1000,1400,2000,2800,4000,5600,8000,11000,16000,22000,32000";
-/// The pool of the stack's daemon: its VMs would run beside the loops.
+/// Settings of the pool in the stack's daemon. The bench replaces them: the pool's VMs would run beside the loops.
 const POOL: &str = "\nmin = 2\nmax = 2\n";
 const NO_POOL: &str = "\nmin = 0\nmax = 0\n";
 
@@ -75,7 +76,7 @@ fn main() -> Result<()> {
     measured.and(cleaned)
 }
 
-/// What is measured.
+/// Plan of the bench.
 #[derive(Debug)]
 struct Plan {
     rounds: usize,
@@ -127,7 +128,7 @@ fn list<T: FromStr>(name: &str, default: &str) -> Result<Vec<T>> {
     numbers.collect::<Option<_>>().with_context(|| format!("{name}={text} are no numbers"))
 }
 
-/// Where loops run.
+/// How loops run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Series {
     Placed,
@@ -137,7 +138,7 @@ enum Series {
 }
 
 impl Series {
-    /// Pods and processes in turns.
+    /// All series; pods and processes alternate.
     const ALL: [Self; 4] = [Self::Placed, Self::Pinned, Self::Unplaced, Self::Unpinned];
 
     fn name(self) -> &'static str {
@@ -150,16 +151,16 @@ impl Series {
     }
 }
 
-/// What the rounds found for a series and a number of loops.
+/// Figures of a series with one number of loops, over all rounds.
 #[derive(Debug, Default)]
 struct Found {
     /// Transactions per second of all loops at the highest rate that keeps the bound; 0 if none does.
     per_s: Vec<f64>,
-    /// The longest p99 of the loops there, ms.
+    /// The longest p99 of the loops at that rate, ms.
     p99_ms: Vec<f64>,
-    /// Of all rates.
+    /// Local shares at all rates.
     local: Vec<f64>,
-    /// How often the ladder had no higher rate.
+    /// Number of rounds in which the ladder had no higher rate.
     at_top: usize,
 }
 
@@ -254,7 +255,7 @@ fn print(plan: &Plan, found: &HashMap<(usize, Series), Found>) {
     }
 }
 
-/// What a loop did at a rate.
+/// Figures of a loop at a rate.
 #[derive(Debug, Clone, Copy)]
 struct Done {
     per_s: f64,
@@ -272,7 +273,7 @@ impl Done {
     }
 }
 
-/// The processes of running loops, and what each will have done.
+/// Processes of running loops, and the figures that each will return.
 type Running<'a> = (Vec<u32>, Vec<BoxFuture<'a, Result<Done>>>);
 
 /// Loops that run at once.
@@ -282,7 +283,7 @@ struct Loops<'a> {
     plan: &'a Plan,
     count: usize,
     cri: Cri,
-    /// Pods, each with its VMM and the container of its loop; none for processes.
+    /// Pods, each with its VMM and its loop's container; none for processes.
     pods: Vec<(Pod, u32, Container)>,
 }
 
@@ -318,7 +319,7 @@ impl<'a> Loops<'a> {
         try_join_all(self.pods.iter().map(|(pod, ..)| case.remove(&pod.id))).await.map(drop)
     }
 
-    /// Runs all at a rate. Returns what each did, and the local share.
+    /// Runs all loops at a rate. Returns the figures of each, and the local share.
     async fn run(&self, rate: f64) -> Result<(Vec<Done>, Option<f64>)> {
         let (processes, running) =
             if self.pods.is_empty() { self.processes(rate)? } else { self.in_pods(rate) };
@@ -374,18 +375,18 @@ impl<'a> Loops<'a> {
     }
 }
 
-/// How much of processes' time was on the node of their memory.
+/// Share of processes' CPU time that was spent on the node of their memory.
 #[derive(Debug, Default)]
 struct Local {
-    /// Clock ticks of each thread until now.
+    /// Clock ticks of each thread so far.
     ticks: HashMap<u32, u64>,
-    /// Ticks since the first sample, and those on the node of the memory.
+    /// Ticks since the first sample, and how many of them were on the node of the memory.
     all: f64,
     local: f64,
 }
 
 impl Local {
-    /// Reads where the processes are. One that has ended is left out.
+    /// Samples where the processes run. Skips processes that have ended.
     fn sample(&mut self, topology: &Topology, processes: &[u32]) {
         for &pid in processes {
             let Ok(Residence { memory, .. }) = Residence::of(pid) else { continue };
@@ -400,17 +401,17 @@ impl Local {
         }
     }
 
-    /// Returns the local share, if anything ran between two samples.
+    /// Returns the local share; `None` if nothing ran between two samples.
     fn share(&self) -> Option<f64> {
         (self.all > 0.0).then(|| self.local / self.all)
     }
 }
 
-/// Returns the threads of a process, with the clock ticks that each has run and its last CPU.
+/// Returns the threads of a process, each with its clock ticks and its last CPU.
 fn threads(pid: u32) -> Vec<(u32, u64, u32)> {
     let thread = |entry: fs::DirEntry| {
         let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
-        // Behind the name, which may be anything, begins the third field.
+        // The third field begins after the name, which may contain anything.
         let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split(' ').collect();
         let field = |number: usize| fields.get(number - 3)?.trim().parse::<u64>().ok();
         let ticks = field(14)? + field(15)?;

@@ -1,15 +1,15 @@
-//! Whether a daemon with 2,000 pods is as quick as one with ten: `cargo bench -p sandboxer --bench scale`.
+//! Whether a daemon with 2,000 pods is as fast as one with ten: `cargo bench -p sandboxer --bench scale`.
 //!
-//! VMs are those of the VMM double, and guests are agent doubles in threads of their own, so that the daemon's work can be told
-//! from theirs. Pods are started by the calls that the gRPC and ttrpc services make, without containerd, whose database would
-//! be measured, too. Their image's disk exists, as on any node that has run the image before. At each count of running pods, each with a
-//! container, it measures:
+//! VMs are doubles of the VMM, and guests are agent doubles in their own threads, so that the daemon's work can be
+//! measured apart from theirs. Pods are started by the calls that the gRPC and ttrpc services make. containerd is left
+//! out, because its database would be measured, too. The image's disk exists, as on any node that has run the image
+//! before. At each count of running pods, each with a container, the bench measures:
 //!
 //! - the start of one more pod with a container, one after the other (µs);
-//! - the processor time of the daemon's threads while nobody asks for anything (% of one processor);
-//! - the memory of the whole process for each further pod (KiB); doubles are in it, with 64 KiB of buffers for each guest;
+//! - the CPU time of the daemon's threads while it receives no requests (% of one processor);
+//! - the memory of the whole process for each further pod (KiB), including 64 KiB of buffers in each guest's double;
 //!
-//! and at the largest count, the time in which the next daemon has recovered all pods of a killed one (ms).
+//! and at the largest count, the time until a new daemon has recovered all pods of a killed one (ms).
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 #![allow(dead_code, reason = "the daemon's tests use all of their doubles")]
@@ -53,25 +53,25 @@ use tracing_subscriber::{
     Layer as _, filter::Targets, fmt, layer::SubscriberExt as _, util::SubscriberInitExt as _,
 };
 
-/// Counts of pods that run while the others are measured.
+/// Numbers of pods that run while the starts are measured.
 const COUNTS: [usize; 4] = [10, 100, 1000, 2000];
-/// Starts at each count.
+/// Number of starts at each count.
 const STARTS: usize = 200;
-/// Pods that are made at the same time.
+/// Number of pods that are started at the same time.
 const AT_ONCE: usize = 8;
-/// In which the last calls' work comes to its end.
+/// Pause in which the work of the last calls ends.
 const REST: Duration = Duration::from_secs(2);
-/// How long an idle daemon is watched. Its slowest timer is in it.
+/// Duration for which an idle daemon is watched: longer than the interval of its slowest timer.
 const IDLE: Duration = Duration::from_secs(20);
-/// As many threads as the daemon has.
+/// Number of the daemon's worker threads, as in production.
 const WORKERS: usize = 2;
-/// Name of the daemon's threads here.
+/// Name of the daemon's threads in this bench.
 const DAEMON: &str = "daemon";
-/// Most descriptors of a pod and its doubles.
+/// Maximum number of descriptors of a pod and its doubles.
 const DESCRIPTORS: u64 = 12;
 
 fn main() {
-    // The daemon's helpers are processes of the daemon's own program: of this one, here.
+    // The daemon's helpers are processes of its own program, which is this bench here.
     if std::env::args().any(|argument| argument.strip_prefix("--") == Some(helper::OPTION)) {
         let stream = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
         return helper::serve(stream.into()).unwrap();
@@ -88,7 +88,7 @@ fn main() {
         .enable_all()
         .build()
         .unwrap();
-    // In a task: what waits in `block_on` would be in a thread of another name.
+    // A task, because `block_on` would wait in a thread of another name.
     let handle = doubles.handle().clone();
     daemon.block_on(async { tokio::spawn(measure(handle)).await.unwrap() });
     doubles.shutdown_background();
@@ -108,7 +108,7 @@ async fn measure(doubles: Handle) {
         "{:>6} {:>10} {:>10} {:>10} {:>14} {:>14}",
         "pods", "p50 µs", "p99 µs", "÷ first", "idle, % CPU", "KiB a pod"
     );
-    // What is done for the first time is slow.
+    // The first starts include one-time work.
     place.starts().await;
     let (empty, mut pods, mut first) = (rss_kib(), Vec::new(), None);
     for count in COUNTS {
@@ -126,12 +126,13 @@ async fn measure(doubles: Handle) {
 
     let count = pods.len();
     let next = place.test.killed(pods);
-    // A killed daemon's tasks end at once, those of dropped pods soon: until then they would take their guests' streams again.
+    // A killed daemon's tasks end at once, but those of dropped pods only soon after: until then they would take their
+    // guests' streams again.
     sleep(REST).await;
     let begin = Instant::now();
     let recovered = recover::recover(&next, Records::read(&next).unwrap()).await;
     println!("\n{count} pods after a kill of the daemon: {} ms; {recovered:?}", begin.elapsed().as_millis());
-    // One that has not answered in time is asked again later.
+    // A pod that has not responded in time is tried again later.
     assert_eq!((recovered.alive + recovered.unknown) as usize, count, "pods were lost");
 }
 
@@ -147,7 +148,7 @@ impl Place {
         let vmm = Arc::new(FakeVmm::new(move |guest| {
             let _doubles = threads.enter();
             let stream = UnixStream::from_std(guest.stream.into_std().unwrap()).unwrap();
-            // Its containers last as long as its VM. The path is the VM's own.
+            // The guest's containers last as long as its VM, which the path identifies.
             let agent = agents.lock().unwrap().entry(guest.shares.clone()).or_default().clone();
             agent.serve(FakeGuest { stream, ..guest });
         }));
@@ -155,7 +156,7 @@ impl Place {
         Self { test: TestNode::with(vmm, own_program), doubles }
     }
 
-    /// Starts pods with a container each, several at a time.
+    /// Starts pods with one container each, several at a time.
     async fn grow(&self, numbers: std::ops::Range<usize>) -> Vec<PodHandle> {
         stream::iter(numbers)
             .map(|n| async move {
@@ -169,7 +170,7 @@ impl Place {
             .await
     }
 
-    /// Starts the pod and its container, whose output is read.
+    /// Starts the pod and its container, and reads the container's output.
     async fn run(&self, pod: &PodHandle, container: &str) {
         let mut new = self.test.container(container, "sleep");
         new.mounts = self.snapshot(container);
@@ -186,7 +187,8 @@ impl Place {
         pod.start_process(id(container), None).await.unwrap();
     }
 
-    /// A snapshot on the image's layers, as containerd's snapshotter makes one: the layers' disk is made once for all pods.
+    /// Returns a snapshot on the image's layers, as containerd's snapshotter makes one; the layers' disk is made once
+    /// for all pods.
     fn snapshot(&self, container: &str) -> Vec<Mount> {
         let dir = self.test.dir.path();
         let own = |name: &str| {
@@ -203,7 +205,7 @@ impl Place {
         }]
     }
 
-    /// Starts of a pod with a container, one after the other, each removed before the next (µs).
+    /// Returns the times to start a pod with a container, one after the other, each removed before the next (µs).
     async fn starts(&self) -> Histogram<u64> {
         let mut times = Histogram::<u64>::new(3).unwrap();
         for n in 0..STARTS {
@@ -218,39 +220,39 @@ impl Place {
     }
 }
 
-/// Processor time of the daemon's threads while nothing is asked of it, in % of one processor.
+/// Returns the CPU time of the daemon's threads without requests, in % of one processor.
 async fn idle_percent() -> f64 {
-    // What the last starts left to do is no idle work.
+    // The work that the last starts left behind is not idle work.
     sleep(REST).await;
     let (begin, before) = (Instant::now(), daemon_ticks());
     sleep(IDLE).await;
     let per_second = sysconf(SysconfVar::CLK_TCK).unwrap().unwrap() as f64;
-    // A thread that ended meanwhile was idle: it ends when it has had nothing to do for some seconds.
+    // A thread that ended meanwhile was idle: it ends after some seconds without work.
     let used: u64 =
         daemon_ticks().iter().map(|(thread, ticks)| ticks - before.get(thread).unwrap_or(&0)).sum();
     used as f64 / per_second / begin.elapsed().as_secs_f64() * 100.0
 }
 
-/// Clock ticks of the threads with the daemon's name, by thread.
+/// Returns the clock ticks of the threads with the daemon's name, by thread.
 fn daemon_ticks() -> HashMap<OsString, u64> {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
-    // A thread may end while they are read.
+    // A thread may end while the threads are read.
     let of = |task: fs::DirEntry| {
         Some((task.file_name(), ticks(&fs::read_to_string(task.path().join("stat")).ok()?)?))
     };
     tasks.filter_map(|task| of(task.ok()?)).collect()
 }
 
-/// Of one `/proc/PID/task/TID/stat`: user and system time, if its name is the daemon's.
+/// Returns the user and system time from one `/proc/PID/task/TID/stat`, if the name is the daemon's.
 fn ticks(stat: &str) -> Option<u64> {
     let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
-    // utime and stime are the 14th and 15th field of all, the name is the second.
+    // utime and stime are the 14th and 15th field of the line, the name is the second.
     let mut times = rest.split_whitespace().skip(11);
     let (user, system) = (times.next()?.parse::<u64>().ok()?, times.next()?.parse::<u64>().ok()?);
     (name == DAEMON).then_some(user + system)
 }
 
-/// Resident memory of this process, KiB.
+/// Returns the resident memory of this process, KiB.
 fn rss_kib() -> i64 {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();

@@ -1,13 +1,14 @@
-//! How fast a share is read, beside a disk of the same guest: `cargo bench --bench shares`. Needs root, and what `make up` needs.
+//! Read rate of a share, compared with a disk of the same guest: `cargo bench --bench shares`. Needs root, and the
+//! prerequisites of `make up`.
 //!
-//! One container reads a file of a host's directory, and a file on the disk that it writes to, in turns. Then it
-//! reads its share alone, and at once with a second pod's container, in turns. Each time the guest's page cache is empty and the
-//! host's is not, so the transport between the two is measured.
+//! One container alternately reads a file in a host directory and a file on its writable disk. Then it alternately
+//! reads its share alone, and at the same time as a second pod's container. Each time the guest's page cache is empty
+//! and the host's is not, so that the transport between the two is measured.
 //!
-//! Beside the clock stands the processor time of the VMM, its guest included, and of the share's server. On a
-//! VM that has other work it is what tells.
+//! Besides the clock time, the bench reports the CPU time of the VMM, its guest included, and of the share's server. On
+//! a VM that has other work, the CPU time is the reliable figure.
 //!
-//! `SANDBOXER_BENCH_ROUNDS` (10) and `SANDBOXER_BENCH_MIB` (128) say how often, and how much.
+//! `SANDBOXER_BENCH_ROUNDS` (10) and `SANDBOXER_BENCH_MIB` (128) set the number of rounds and the size of the file.
 
 use std::{collections::BTreeSet, fs, path::Path, process::Command, sync::Arc, time::Duration};
 
@@ -24,9 +25,9 @@ use sandboxer_probe::{ratio::Ratio, summary::median};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-/// Longest that one line of a guest is waited for: emulated guests are slow.
+/// Timeout of one line from a guest: emulated guests are slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Reads of the whole file in one sample: processor time is counted in hundredths of a second.
+/// Number of reads of the whole file in one sample: CPU time is counted in hundredths of a second.
 const READS: usize = 3;
 const SHARE: &str = "/data/file";
 const DISK: &str = "/file";
@@ -52,7 +53,7 @@ fn main() -> Result<()> {
 async fn measure(case: &Case, rounds: usize, mib: usize) -> Result<()> {
     let mut one = Reader::start(case, mib).await?;
     let (mut disk, mut share) = (Samples::default(), Samples::default());
-    // What is done for the first time is slow.
+    // The first reads include one-time work.
     for path in [DISK, SHARE] {
         one.read(path).await?;
     }
@@ -81,14 +82,14 @@ async fn measure(case: &Case, rounds: usize, mib: usize) -> Result<()> {
     Ok(())
 }
 
-/// What one sample took.
+/// Times of one sample.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
-    /// By the guest's clock, s.
+    /// Time by the guest's clock, s.
     clock: f64,
-    /// Processor time of VMM and server, s.
+    /// CPU time of the VMM and the server, s.
     processor: f64,
-    /// The server's part of it, s.
+    /// CPU time of the server alone, s.
     server: f64,
 }
 
@@ -117,7 +118,7 @@ impl Samples {
         self.server.push(sample.server);
     }
 
-    /// Returns the rates, MiB/s, of samples of this many MiB each.
+    /// Returns the rates of samples of `mib` MiB each, MiB/s.
     fn rates(times: &[f64], mib: f64) -> Vec<f64> {
         times.iter().map(|seconds| mib / seconds.max(f64::EPSILON)).collect()
     }
@@ -153,7 +154,7 @@ struct Reader {
     vmm: Pid,
     server: Pid,
     round: usize,
-    // The share goes with it.
+    // Removed with the reader; the share lives in it.
     _host: TempDir,
 }
 
@@ -196,13 +197,13 @@ impl Reader {
         Ok(Self { session, vmm, server, round: 0, _host: host })
     }
 
-    /// Reads the file at `path`.
+    /// Reads the file at `path`, with an empty cache in the guest.
     async fn read(&mut self, path: &str) -> Result<Sample> {
         self.empty(path).await?;
         self.go().await
     }
 
-    /// Has it ready to read the file at `path`, of which its guest remembers nothing.
+    /// Prepares the reader for the file at `path`, and empties the guest's cache of it.
     async fn empty(&mut self, path: &str) -> Result<()> {
         self.round += 1;
         self.session.stdout.clear();
@@ -210,7 +211,7 @@ impl Reader {
         self.session.until(&format!("ready {}\n", self.round), PATIENCE).await
     }
 
-    /// Has it read.
+    /// Starts the prepared read and returns its times.
     async fn go(&mut self) -> Result<Sample> {
         let (vmm, server) = (processor_time(self.vmm)?, processor_time(self.server)?);
         self.session.write("go\n").await?;
@@ -222,7 +223,7 @@ impl Reader {
     }
 }
 
-/// Returns the sum of what the reads took, s. The guest tells its time in hundredths of a second.
+/// Returns the sum of the reads' times, s. The guest reports times in hundredths of a second.
 fn seconds(said: &str) -> Result<f64> {
     let times = said.lines().filter_map(|line| line.strip_prefix("took ")).map(|line| {
         let (from, to) = line.split_once(' ').with_context(|| format!("two times, not {line:?}"))?;
@@ -233,18 +234,18 @@ fn seconds(said: &str) -> Result<f64> {
     Ok(times.iter().sum())
 }
 
-/// Returns the processor time of a process, s: user and system, all its threads.
+/// Returns the CPU time of a process with all its threads, s: user and system.
 fn processor_time(pid: Pid) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    // Behind the name, which may be anything: the 12th and 13th field from there on.
+    // The fields after the name, which may contain anything: the 12th and 13th from there.
     let (_, fields) = stat.rsplit_once(") ").with_context(|| format!("{path} is cut short"))?;
     let ticks: f64 = fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<f64>().ok()).sum();
     let a_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")?;
     Ok(ticks / a_second as f64)
 }
 
-/// Writes random bytes, which the host then has in its page cache.
+/// Writes random bytes, which then are in the host's page cache.
 fn fill(path: &Path, mib: usize) -> Result<()> {
     let (count, to) = (format!("count={mib}"), format!("of={}", path.display()));
     let filled =

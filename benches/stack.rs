@@ -1,4 +1,4 @@
-//! Where benches find a container runtime: the one of the environment, or a stack of their own.
+//! The container runtime that benches use: the environment's, or a stack that they start.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,22 +9,22 @@ use sandboxer_probe::{
     timeline::Recipe,
 };
 
-/// Handlers that are compared, where they are.
+/// Handlers to compare, as far as they exist.
 pub const HANDLERS: [&str; 4] = ["sandboxer", "sandboxer-template", "sandboxer-boot", "runc"];
 const IMAGE: &str = "docker.io/library/busybox:latest";
 
-/// A runtime to measure; a stack that was started for it ends with it.
+/// A runtime to measure. Dropping it stops a stack that was started for it.
 pub struct Stack {
-    /// The runtime.
+    /// The measuring environment, connected to the runtime.
     pub bench: Bench,
-    /// Handlers that are there.
+    /// Handlers that exist.
     pub handlers: Vec<String>,
     own: Option<PathBuf>,
     cgroup_parent: String,
 }
 
 impl Stack {
-    /// `Err`: why there is nothing to measure.
+    /// Finds or starts a runtime. Returns as an error why there is nothing to measure.
     pub fn find(runtime: &tokio::runtime::Runtime) -> Result<Self, String> {
         let own = match std::env::var("CONTAINER_RUNTIME_ENDPOINT") {
             Ok(_) => None,
@@ -60,7 +60,7 @@ impl Stack {
         Ok(stack)
     }
 
-    /// Returns what each pod is.
+    /// Returns the recipe of the pods.
     pub fn recipe(&self) -> Recipe {
         let mut recipe = measure::recipe(IMAGE, Network::Pod, std::time::Duration::from_secs(120));
         recipe.cgroup_parent = self.cgroup_parent.clone();
@@ -86,7 +86,7 @@ fn root() -> PathBuf {
 fn start() -> Result<PathBuf, String> {
     let dir = root().join("target/bench-stack");
     if let Err(why) = script("up", &dir) {
-        // What had come up until then goes, too.
+        // Also removes what had started before the failure.
         let _ = script("down", &dir);
         return Err(why);
     }

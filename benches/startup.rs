@@ -1,7 +1,7 @@
 //! How fast pods start: `cargo bench --bench startup`.
 //!
-//! First what the daemon does per pod with no VM in it, then, where there is a stack, whole starts by
-//! the code of `sandboxer-cli startup`, whose distributions stay as files.
+//! Measures the daemon's work per pod without a VM. If there is a stack, then also measures whole starts by the code of
+//! `sandboxer-cli startup`, whose distributions are kept as files.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 
@@ -36,6 +36,7 @@ use sandboxer::{
 use sandboxer_config::Config;
 use sandboxer_host::rootfs::Mount;
 use sandboxer_probe::{
+    figures::Palette,
     html,
     manifest::Manifest,
     markdown,
@@ -70,7 +71,7 @@ fn daemon(c: &mut Criterion) {
     group.sample_size(20).measurement_time(Duration::from_secs(3));
 
     let times = StageTimes::default();
-    // At most: a pod with one container has none of them twice.
+    // An upper bound: a pod with one container has each stage at most once.
     group.bench_function("histograms, all stages of a pod", |b| {
         b.iter(|| Stage::ALL.map(|stage| times.record(stage, stages::Outcome::Ok, 700_000_000)));
     });
@@ -114,7 +115,7 @@ fn journal_write(group: &mut Group<'_>, runtime: &Runtime, dir: &Path) {
     });
 }
 
-/// Measures what precedes the creation of a container's disks.
+/// Measures the work before the creation of a container's disks.
 fn containers(group: &mut Group<'_>, runtime: &Runtime, dir: &Path, of_daemon: &Arc<DaemonState>) {
     let bundle = dir.join("bundle");
     fs::create_dir_all(&bundle).unwrap();
@@ -168,7 +169,7 @@ fn pods_without_vms(group: &mut Group<'_>, runtime: &Runtime, of_daemon: &Arc<Da
         pod.start().await.unwrap();
         pod
     });
-    // The double of the agent refuses it: an answer like any other.
+    // The double of the agent rejects the call, which is a response like any other.
     group.bench_function("agent round trip", |b| b.to_async(runtime).iter(|| running.stats(None)));
 
     let mut count = 0;
@@ -191,7 +192,7 @@ fn pods_without_vms(group: &mut Group<'_>, runtime: &Runtime, of_daemon: &Arc<Da
     runtime.block_on(async { running.remove().await.unwrap() });
 }
 
-/// Measures a report page of ten thousand starts: two runtimes, serial and in groups, one with stages.
+/// Measures a report page on ten thousand starts: two runtimes, serial and in groups, one with stages.
 fn page(c: &mut Criterion) {
     let sample = |number: u32| Sample {
         runtime: if number.is_multiple_of(2) { "a" } else { "b" }.into(),
@@ -203,7 +204,7 @@ fn page(c: &mut Criterion) {
         pod_ms: Some(80.0),
         created_ms: Some(90.0),
         started_ms: Some(120.0),
-        // Spread over 100 ms, no two alike.
+        // Spread over 100 ms, all different.
         first_byte_ms: Some(100.0 + f64::from(number * 7919 % 10_000) / 100.0),
         first_ping_ms: None,
         outcome: if number % 100 == 99 { Outcome::Failed } else { Outcome::Ok },
@@ -275,17 +276,19 @@ fn pods(c: &mut Criterion) {
         serial: count_from("SANDBOXER_BENCH_SERIAL", 20),
         group: count_from("SANDBOXER_BENCH_PARALLEL", 20),
         rounds: 1,
+        sustained: 0,
         warm_up: 1,
         pause: Duration::from_secs(1),
         recipe: stack.recipe(),
         bare_boot: None,
         vm: None,
+        baseline: None,
     };
     let dir = stack::result_dir("startup");
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
     let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded, &[]).unwrap();
+    store::write_plots(&dir, &loaded, &[], &Palette::of(&loaded, &[])).unwrap();
     store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
     for series in &loaded[0].report.series {
         let name = store::file_name(&series.runtime);
@@ -294,7 +297,7 @@ fn pods(c: &mut Criterion) {
     println!("report: {}\n\n{}", dir.join("report.html").display(), markdown::tables(&loaded));
 }
 
-/// Returns how many, unless the environment says otherwise.
+/// Returns the value of an environment variable, or `default`.
 fn count_from(variable: &str, default: u32) -> u32 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }

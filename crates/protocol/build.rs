@@ -45,6 +45,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 "proto/containerd/containers.proto",
                 "proto/containerd/controller.proto",
                 "proto/containerd/introspection.proto",
+                "proto/containerd/tasks.proto",
             ],
             &["proto"],
         )?;

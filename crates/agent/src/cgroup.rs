@@ -18,6 +18,14 @@ pub fn spec_path(id: &ContainerId) -> PathBuf {
     Path::new("/").join(PARENT).join(id)
 }
 
+/// Returns the path below the group of container `id` in the text of a process's `/proc/PID/cgroup`; `None` if the
+/// process is in that group itself, or not below it.
+pub fn below(id: &ContainerId, text: &str) -> Option<String> {
+    let path = Path::new(text.lines().find_map(|line| line.strip_prefix("0::"))?);
+    let below = path.strip_prefix(spec_path(id)).ok()?.to_str()?;
+    (!below.is_empty()).then(|| below.to_owned())
+}
+
 /// Enables every controller for the containers' groups.
 pub fn prepare() -> Result<(), (PathBuf, io::Error)> {
     let named = |path: &Path| {
@@ -49,7 +57,7 @@ impl Cgroup {
         Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
 
-    /// Creates it, with the controllers that [`prepare`] enabled. An existing one is no error.
+    /// Creates the group, with the controllers that [`prepare`] enabled. An existing group is no error.
     pub fn create(&self) -> io::Result<()> {
         fs::create_dir_all(&self.path)
     }
@@ -59,23 +67,23 @@ impl Cgroup {
         Self { path: Path::new(ROOT).join(PARENT) }
     }
 
-    /// Returns the group of the whole guest. It has fewer files than others.
+    /// Returns the group of the whole guest. It has fewer files than other groups.
     pub fn of_guest() -> Self {
         Self { path: PathBuf::from(ROOT) }
     }
 
-    /// Returns any directory with such files as a group.
+    /// Returns any directory with the files of a group.
     #[cfg(test)]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Returns the path of one of its files.
+    /// Returns the path of one of the group's files.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// Reads a file.
+    /// Reads one of the group's files.
     pub fn read(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.file(name))
     }
@@ -85,7 +93,7 @@ impl Cgroup {
         keyed(&self.read(name).ok()?, key)
     }
 
-    /// Kills every process in the group, including processes that are forked meanwhile.
+    /// Kills every process in the group, including those that are forked in the meantime.
     pub fn kill(&self) -> io::Result<()> {
         match fs::write(self.file("cgroup.kill"), "1") {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -93,7 +101,7 @@ impl Cgroup {
         }
     }
 
-    /// Freezes or thaws every process in the group; returns when the kernel has done it.
+    /// Freezes or thaws every process in the group; returns when the kernel has done so.
     pub async fn freeze(&self, frozen: bool, deadline: Duration) -> io::Result<bool> {
         fs::write(self.file("cgroup.freeze"), if frozen { "1" } else { "0" })?;
         self.wait_for("frozen", u64::from(frozen), deadline).await
@@ -102,6 +110,11 @@ impl Cgroup {
     /// Returns whether the group or one below it contains a process. A removed group is empty.
     pub fn is_populated(&self) -> bool {
         self.keyed("cgroup.events", "populated") == Some(1)
+    }
+
+    /// Returns whether the group has enabled controllers for groups below it: then no process can enter it.
+    pub fn is_divided(&self) -> bool {
+        self.read("cgroup.subtree_control").is_ok_and(|controllers| !controllers.trim().is_empty())
     }
 
     /// Returns whether the group is frozen.
@@ -117,7 +130,7 @@ impl Cgroup {
     /// Waits until `key` of `cgroup.events` is `value`; returns `false` if `deadline` passes first.
     async fn wait_for(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
         let until = Instant::now() + deadline;
-        // The state changes within a few scheduler ticks; a watch would cost more than it saves.
+        // The state changes within a few scheduler ticks, so a watch would cost more than it saves.
         let mut ticks = interval(Duration::from_millis(1));
         loop {
             if keyed(&self.read("cgroup.events")?, key) == Some(value) {
@@ -130,7 +143,7 @@ impl Cgroup {
         }
     }
 
-    /// Returns the pids of all processes in the group and the groups below it.
+    /// Returns the PIDs of all processes in the group and the groups below it.
     pub fn pids(&self) -> io::Result<Vec<u32>> {
         let mut pids = Vec::new();
         let mut groups = vec![self.path.clone()];
@@ -142,12 +155,12 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// Returns how many processes the OOM killer has killed in the group.
+    /// Returns the number of processes that the OOM killer has killed in the group.
     pub fn oom_kills(&self) -> u64 {
         self.keyed("memory.events", "oom_kill").unwrap_or(0)
     }
 
-    /// Removes the group and the groups that the container created below it. A missing one is no error.
+    /// Removes the group and the groups that the container created below it. A missing group is no error.
     pub fn remove(&self) -> io::Result<()> {
         let mut groups = vec![self.path.clone()];
         let mut next = 0;
@@ -181,6 +194,16 @@ pub fn keyed(content: &str, key: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_processs_group_is_found_below_its_containers() {
+        let below = |text: &str| below(&"web".parse().unwrap(), text);
+        assert_eq!(below("0::/sandboxer/web/init.scope\n").as_deref(), Some("init.scope"));
+        assert_eq!(below("1:name=x:/sandboxer/web/x\n0::/sandboxer/web/a/b\n").as_deref(), Some("a/b"));
+        for elsewhere in ["0::/sandboxer/web\n", "0::/sandboxer/web2/a\n", "0::/\n", ""] {
+            assert_eq!(below(elsewhere), None, "{elsewhere:?}");
+        }
+    }
 
     #[test]
     fn a_key_is_not_mistaken_for_one_that_begins_alike() {

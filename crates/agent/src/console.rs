@@ -36,12 +36,12 @@ impl Console {
         Ok(Self { listener, path })
     }
 
-    /// Returns its path.
+    /// Returns the socket's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Receives the master. Does not wait: the process sent it before its creation was reported.
+    /// Receives the terminal's master. Does not wait: the process sent it before its creation was reported.
     pub fn take_master(self) -> Result<OwnedFd, Failure> {
         let (sender, _) =
             self.listener.accept().map_err(internal("cannot accept the runtime's terminal connection"))?;

@@ -17,13 +17,13 @@ use crate::{
     sync::{detached, lock},
 };
 
-/// Most containers in one guest.
+/// The most containers in one guest.
 const MAX_CONTAINERS: usize = 1024;
 
 /// The containers.
 pub struct Containers {
     shared: Arc<Shared>,
-    // Never held across an await.
+    // The lock is never held across an await.
     known: Mutex<HashMap<ContainerId, Arc<Container>>>,
 }
 
@@ -69,7 +69,7 @@ impl Containers {
         container.wait_created().await
     }
 
-    /// Returns the process namespace that a container with `sees` joins, `None` for one of its own.
+    /// Returns the process namespace that a container with `sees` joins; `None` for one of its own.
     async fn pids(&self, sees: &PidMode) -> Result<Option<PathBuf>, Failure> {
         match sees {
             PidMode::Own => Ok(None),
@@ -110,7 +110,7 @@ impl Containers {
         .await
     }
 
-    /// Removes `container` from the set, unless its identifier now belongs to another one.
+    /// Removes `container` from the set, unless its identifier now belongs to another container.
     fn forget(&self, id: &ContainerId, container: &Arc<Container>) {
         let mut known = lock(&self.known);
         if known.get(id).is_some_and(|current| Arc::ptr_eq(current, container)) {

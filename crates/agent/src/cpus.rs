@@ -1,6 +1,6 @@
-//! CPUs that the VM gets while it runs: the kernel does not use a new one before a process brings it online.
+//! CPUs that the VM gets while it runs: the kernel does not use a new one until a process brings it online.
 //!
-//! Giving one up needs no process: the kernel takes it offline and ejects it when the VMM requests that.
+//! Giving a CPU up needs no process: the kernel takes it offline and ejects it when the VMM requests that.
 
 use std::{
     fs, io,
@@ -13,12 +13,12 @@ use tokio::time::{Instant, sleep};
 use crate::failure::{Failure, internal};
 
 const CPUS: &str = "/sys/devices/system/cpu";
-/// How long the kernel may take to find new CPUs: less than the daemon waits for an answer.
+/// How long the kernel may take to find new CPUs: less than the daemon waits for a response.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// Delay between two looks.
+/// The delay between two checks.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Brings all CPUs online, until there are `count` or after [`PATIENCE`]. Returns how many are online.
+/// Brings all CPUs online until there are `count`, or until [`PATIENCE`] has passed. Returns the number online.
 pub async fn online(count: u32) -> Result<u32, Failure> {
     let began = Instant::now();
     loop {
@@ -30,7 +30,7 @@ pub async fn online(count: u32) -> Result<u32, Failure> {
     }
 }
 
-/// Brings all CPUs below `dir` online. Returns how many are.
+/// Brings all CPUs below `dir` online. Returns the number online.
 fn bring_all(dir: &Path) -> io::Result<u32> {
     let mut online = 0;
     for switch in switches(dir)? {
@@ -39,7 +39,7 @@ fn bring_all(dir: &Path) -> io::Result<u32> {
         let is_online = match state.trim() {
             "0" => match fs::write(&switch, "1") {
                 Ok(()) => true,
-                // It may be on its way in or out: looked at again later.
+                // The CPU may just be appearing or disappearing, and is checked again later.
                 Err(error) => {
                     tracing::debug!(?switch, %error, "cannot bring a CPU online");
                     false

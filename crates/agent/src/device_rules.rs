@@ -1,7 +1,7 @@
 //! Device access of a container: OCI's rules as a BPF program that the kernel runs at each use.
 //!
-//! For each type of access (mknod, read, write) the last matching rule decides; without one it is denied.
-//! Without such a program a container that may create nodes would reach every disk of its pod.
+//! For each type of access (mknod, read, write) the last matching rule decides; without one, access is denied. Without
+//! such a program, a container that may create nodes could reach every disk of its pod.
 
 use std::{fs::File, io};
 
@@ -18,8 +18,8 @@ const EVERY_WAY: u8 = MAKE | READ | WRITE;
 const BLOCK: i32 = 1;
 const CHARACTER: i32 = 2;
 
-/// Character devices that every container may use, as with any runtime; `None` as minor means all.
-const USUAL: [(i32, Option<i32>); 9] = [
+/// The character devices that every container may use, as with any runtime; `None` as minor means all.
+const USUAL: [(i32, Option<i32>); 10] = [
     // null, zero, full, random, urandom
     (1, Some(3)),
     (1, Some(5)),
@@ -31,6 +31,8 @@ const USUAL: [(i32, Option<i32>); 9] = [
     (5, Some(1)),
     (5, Some(2)),
     (136, None),
+    // net/tun: creating a network interface needs CAP_NET_ADMIN.
+    (10, Some(200)),
 ];
 
 /// A rule about some devices; `None` as type, major or minor means any.
@@ -40,7 +42,7 @@ pub struct Rule {
     kind: Option<i32>,
     major: Option<i32>,
     minor: Option<i32>,
-    /// The types of access that it is about.
+    /// The types of access that the rule covers.
     ways: u8,
 }
 
@@ -55,7 +57,7 @@ impl Rule {
 
     /// Converts a rule of a container's spec; `None` if no device can have its numbers.
     fn of(rule: &LinuxDeviceCgroup) -> Option<Self> {
-        // In OCI, -1 means any as well.
+        // In OCI, -1 also means any.
         let number = |number: Option<i64>| match number {
             None | Some(-1) => Some(None),
             Some(number) => i32::try_from(number).ok().filter(|number| *number >= 0).map(Some),
@@ -82,8 +84,8 @@ impl Rule {
     }
 }
 
-/// Returns all rules for a container with the spec's rules `of_spec`: the usual devices and its own `disks`
-/// come last.
+/// Returns all rules for a container whose spec has the rules `of_spec`: the usual devices and its own `disks` come
+/// last.
 pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>) -> Vec<Rule> {
     // Creating a node gives no access; CAP_MKNOD controls it.
     let made = Rule { allow: true, kind: None, major: None, minor: None, ways: MAKE };
@@ -102,8 +104,8 @@ pub fn enforce(cgroup: &Cgroup, rules: &[Rule]) -> io::Result<()> {
     Program::load(Kind::CgroupDevice, &program(rules))?.attach(File::open(cgroup.file(""))?)
 }
 
-// Offsets in `struct bpf_cgroup_dev_ctx`: the type in the lower half of a word and the access in the upper;
-// major; minor.
+// Offsets in `struct bpf_cgroup_dev_ctx`: the type in the lower half of a word and the access in the upper; major;
+// minor.
 const ACCESS: i16 = 0;
 const MAJOR: i16 = 4;
 const MINOR: i16 = 8;
@@ -117,10 +119,10 @@ const MINOR_ASKED: u8 = 5;
 const WAYS: u8 = 6;
 const ANSWER: u8 = 0;
 
-/// Generates the program. It checks the rules from the last to the first. A rule that allows removes its
-/// types of access from the undecided ones; a rule that denies one of those ends the program. A rule about
-/// every type of access always ends it; rules after one that also matches every device are left out, since
-/// the kernel rejects unreachable code.
+/// Generates the program, which checks the rules from the last to the first. A rule that allows removes its types of
+/// access from the undecided ones; a rule that denies one of those ends the program. A rule about every type of access
+/// always ends it. Rules after one that also matches every device are left out, since the kernel rejects unreachable
+/// code.
 fn program(rules: &[Rule]) -> Vec<Instruction> {
     let mut program = vec![
         instruction(LOAD_WORD, KIND, CONTEXT, ACCESS, 0),
@@ -143,8 +145,8 @@ fn program(rules: &[Rule]) -> Vec<Instruction> {
 fn consider(rule: &Rule) -> Vec<Instruction> {
     let ways = i32::from(rule.ways);
     let condition = match (rule.ways, rule.allow) {
-        // Some type of access is undecided here, or the program would have ended. It is not checked, since
-        // the kernel verifies each branch when the program is loaded: see `enforce`.
+        // Some type of access is undecided here, or the program would have ended. This is not checked, since the kernel
+        // verifies each branch when the program is loaded: see `enforce`.
         (EVERY_WAY, _) => vec![],
         (_, true) => vec![
             instruction(AND, WAYS, 0, 0, !ways),
@@ -162,7 +164,7 @@ fn consider(rule: &Rule) -> Vec<Instruction> {
     let asked: Vec<_> = conditions.into_iter().filter_map(|(of, is)| Some((of, is?))).collect();
     let mut considered = Vec::with_capacity(asked.len() + verdict.len());
     for (n, (of, is)) in asked.iter().enumerate() {
-        // A dozen at most: skips the remaining conditions and the result.
+        // A jump skips the remaining conditions and the result: a dozen instructions at most.
         let over = (asked.len() - n - 1 + verdict.len()) as i16;
         considered.push(instruction(JUMP_IF_NOT, *of, 0, over, *is));
     }

@@ -14,12 +14,12 @@ use crate::{
     uevent,
 };
 
-/// How long a disk may take to appear. Under emulation 60 ms are usual; more is the host's fault.
+/// How long a disk may take to appear. Under emulation 60 ms are usual; a longer delay is the host's fault.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// Size of the read-ahead around a page fault in a mapped file, KiB: one or two requests for a shell.
-/// Measured under emulation: from the container's start to its first byte of output 30 ms, 48 ms with the
-/// kernel's 128 KiB (n=12 each).
+/// Size of the read-ahead around a page fault in a mapped file, KiB: one or two requests for a shell. Measured under
+/// emulation: 30 ms from the container's start to its first byte of output, 48 ms with the kernel's 128 KiB (n=12
+/// each).
 const READ_AHEAD_KIB: &str = "1024";
 
 /// Header of a vital product data page, bytes.
@@ -42,7 +42,7 @@ pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
         );
         Failure::new(Kind::DeadlineExceeded, message)
     })?;
-    // On failure reads are slower, nothing else.
+    // On failure, reads are slower but still work.
     let _ = fs::write(Path::new("/sys/block").join(&name).join("queue/read_ahead_kb"), READ_AHEAD_KIB);
     Ok(Path::new("/dev").join(name))
 }
@@ -51,17 +51,17 @@ fn scan(sys_block: &Path, serial: &str) -> Option<String> {
     disks(sys_block).into_iter().find(|name| serial_of(&sys_block.join(name)).as_deref() == Some(serial))
 }
 
-/// The host's index of disks, on a VMM that gives them no serials.
+/// The index of disks that the host provides if its VMM gives them no serials.
 struct Index(PathBuf);
 
 impl Index {
-    /// Returns the index, if the kernel command line says that there is one.
+    /// Returns the index, if the kernel command line announces one.
     fn of_guest() -> Option<Self> {
         let cmdline = fs::read_to_string("/proc/cmdline").ok()?;
         cmdline.split_ascii_whitespace().any(|word| word == disk_index::WORD).then(|| Self("/dev/vda".into()))
     }
 
-    /// Reads it from the host: the kernel must not answer with what it read before.
+    /// Reads the index from the host: the kernel must not return what it read before.
     fn read(&self) -> Option<Vec<Entry>> {
         let disk = File::options().read(true).custom_flags(libc::O_DIRECT).open(&self.0).ok()?;
         let mut page = Page([0; disk_index::BYTES]);
@@ -96,7 +96,7 @@ fn present(sys_block: &Path) -> String {
     described.collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the names of the real disks. Loop and RAM disks have no serial and only cost reads.
+/// Returns the names of the real disks. Loop and RAM disks have no serial and are skipped.
 fn disks(sys_block: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(sys_block) else {
         return Vec::new();

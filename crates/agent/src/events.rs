@@ -20,13 +20,13 @@ use crate::{
     sync::{lock, watched},
 };
 
-/// Most events kept. A host that falls behind further sees a gap in the numbers.
+/// The most events kept. A host that falls behind further sees a gap in the numbers.
 const MAX_KEPT: usize = 256;
 
 /// One event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// Rises by one, from 1.
+    /// The event's number, which rises by one from 1.
     pub sequence: u64,
     /// The container with a process that the OOM killer killed.
     pub oom: ContainerId,
@@ -35,7 +35,7 @@ pub struct Event {
 /// The queue of events.
 #[derive(Default)]
 pub struct Events {
-    // Never held across an await.
+    // The lock is never held across an await.
     queue: Mutex<Queue>,
     grown: Notify,
 }
@@ -80,13 +80,16 @@ impl Events {
 pub struct OomWatch {
     inotify: AsyncFd<OwnedFd>,
     events: Arc<Events>,
-    // Never held across an await.
+    // The lock is never held across an await.
     watched: Mutex<HashMap<ContainerId, Watched>>,
 }
 
 struct Watched {
     descriptor: i32,
+    /// The number of kills that were reported as events.
     kills: u64,
+    /// The number of kills up to the last exit that the OOM killer explained.
+    explained: u64,
 }
 
 impl OomWatch {
@@ -101,7 +104,7 @@ impl OomWatch {
     pub fn add(&self, id: &ContainerId) -> io::Result<()> {
         let file = Cgroup::of(id).file("memory.events");
         let descriptor = inotify::add_watch(self.inotify.get_ref(), file, inotify::WatchFlags::MODIFY)?;
-        lock(&self.watched).insert(id.clone(), Watched { descriptor, kills: 0 });
+        lock(&self.watched).insert(id.clone(), Watched { descriptor, kills: 0, explained: 0 });
         self.look(id);
         Ok(())
     }
@@ -114,8 +117,8 @@ impl OomWatch {
         }
     }
 
-    /// Returns whether the OOM killer ever killed a process of a container. Reports new kills first.
-    pub fn look(&self, id: &ContainerId) -> bool {
+    /// Reports new kills in a container.
+    pub fn look(&self, id: &ContainerId) {
         let kills = Cgroup::of(id).oom_kills();
         let mut watched = lock(&self.watched);
         let news = watched.get_mut(id).is_some_and(|watched| {
@@ -127,7 +130,17 @@ impl OomWatch {
         if news {
             self.events.oom(id.clone());
         }
-        kills > 0
+    }
+
+    /// Returns whether the OOM killer killed a process of a container that ended by SIGKILL, which holds if it has
+    /// killed there since the last such process. Reports new kills first.
+    pub fn explains(&self, id: &ContainerId) -> bool {
+        self.look(id);
+        lock(&self.watched).get_mut(id).is_some_and(|watched| {
+            let explains = watched.kills > watched.explained;
+            watched.explained = watched.kills;
+            explains
+        })
     }
 
     /// Reports until the agent ends.

@@ -19,7 +19,7 @@ pub enum Kind {
     InvalidArgument,
     /// The request is not possible in the current state.
     FailedPrecondition,
-    /// Something did not happen in time.
+    /// A deadline expired.
     DeadlineExceeded,
     /// The kernel or the runtime returned an error.
     Internal,
@@ -29,9 +29,9 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// Its kind.
+    /// The kind of the failure.
     pub kind: Kind,
-    /// Lower-case, cause after cause, separated by `: `.
+    /// The message in lower case, cause after cause, separated by `: `.
     pub message: String,
 }
 
@@ -68,7 +68,7 @@ impl Failure {
     }
 }
 
-/// Returns a closure for `map_err`: `attempt` failed with an error of the kernel or the runtime.
+/// Returns a closure for `map_err`, which says that `attempt` failed with an error of the kernel or the runtime.
 pub fn internal<E: Error>(attempt: impl Into<String>) -> impl FnOnce(E) -> Failure {
     move |error| Failure::caused(Kind::Internal, attempt, &error)
 }

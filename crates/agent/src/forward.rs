@@ -21,20 +21,20 @@ use tokio::{
 
 use crate::failure::{Failure, Kind, internal};
 
-/// Most connections at once.
+/// The most connections at once.
 const MAX_CONNECTIONS: usize = 256;
-/// Most bytes per read.
+/// The most bytes per read.
 const CHUNK: usize = 64 << 10;
-/// Timeout to connect: on loopback a service accepts at once, or does not exist.
+/// The timeout to connect: on loopback a service accepts at once, or does not exist.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// Loopback's addresses, in the order in which they are tried.
+/// The loopback addresses, in the order in which they are tried.
 const LOOPBACK: [IpAddr; 2] =
     [IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), IpAddr::V6(std::net::Ipv6Addr::LOCALHOST)];
 
 /// The connections of one host.
 #[derive(Debug, Default)]
 pub struct Connections {
-    // A plain lock: never held across an await.
+    // The lock is never held across an await.
     open: Mutex<Open>,
 }
 
@@ -45,7 +45,7 @@ struct Open {
     by_number: HashMap<u64, Arc<Connection>>,
 }
 
-/// A connection; its two directions are independent of each other.
+/// A connection, whose two directions are independent of each other.
 #[derive(Debug)]
 struct Connection {
     socket: RawFd,
@@ -125,7 +125,7 @@ impl Connections {
 impl Connection {
     /// Shuts both directions down, so that pending reads and writes end.
     fn end(&self) {
-        // Fails if the other side has closed it, which is no problem.
+        // Fails if the other side has closed the connection, which is no problem.
         let _ = shutdown(self.socket, Shutdown::Both);
     }
 }
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a service that sends back all it has received, after the end of the input.
+    /// Starts a service that sends back all bytes that it received, after the end of the input.
     async fn echo(ip: &str) -> u16 {
         let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();

@@ -1,4 +1,4 @@
-//! Set-up of the guest by PID 1: a root of its own, file systems, control groups, loopback.
+//! Sets the guest up as PID 1: its own root, file systems, control groups, loopback.
 
 use std::{
     env,
@@ -17,23 +17,23 @@ use sandboxer_protocol::boot::TEMPLATE;
 
 use crate::{cgroup, network};
 
-/// Temporary mount point of the new root in the initramfs.
+/// The temporary mount point of the new root in the initramfs.
 const NEW_ROOT: &str = "/root.new";
 
-/// Path of the agent in the initramfs, and in the new root.
+/// The path of the agent in the initramfs, and in the new root.
 const FIRST_PROGRAM: &str = "/init";
 const PROGRAM: &CStr = c"/agent";
 
-/// Sysctl: reading the kernel's log needs CAP_SYSLOG.
+/// The sysctl that makes CAP_SYSLOG necessary for reading the kernel's log.
 const DMESG_RESTRICT: &str = "/proc/sys/kernel/dmesg_restrict";
-/// Sysctl: which messages the kernel prints on the console.
+/// The sysctl that says which messages the kernel prints on the console.
 const PRINTED: &str = "/proc/sys/kernel/printk";
-/// Sysctl: how much the kernel compacts memory before a huge page is requested.
+/// The sysctl that says how much the kernel compacts memory before a huge page is requested.
 const COMPACTION: &str = "/proc/sys/vm/compaction_proactiveness";
 
-/// Parameter of the kernel: the smallest free block that is reported to the host, as a power of two of pages.
+/// The kernel's parameter for the smallest free block that is reported to the host, as a power of two of pages.
 const REPORTING_ORDER: &str = "/sys/module/page_reporting/parameters/page_reporting_order";
-/// 128 KiB. Of 100 MiB that were freed, the kernel's choice (2 MiB) left 12 with the guest.
+/// The order of 128 KiB. Of 100 MiB that were freed, the kernel's choice (2 MiB) left 12 MiB with the guest.
 const REPORTED: &str = "5";
 
 /// An empty directory.
@@ -49,17 +49,17 @@ pub enum InitError {
         path: &'static str,
         /// The file system type.
         fstype: &'static str,
-        /// Why.
+        /// The system's error.
         source: nix::Error,
     },
     /// A directory, file or device could not be created or written.
     #[error("cannot {attempt} {}", path.display())]
     File {
-        /// "create", "write", …
+        /// The failed operation: "create", "write", ….
         attempt: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
     /// The agent could not be copied to or executed from the new root.
@@ -80,7 +80,7 @@ struct Mount {
     data: &'static str,
 }
 
-/// In this order: later ones are mounted inside earlier ones.
+/// The mounts, in the order of mounting: later ones are inside earlier ones.
 const MOUNTS: &[Mount] = &[
     Mount { path: "/proc", fstype: "proc", flags: nodev_noexec(), data: "" },
     Mount { path: "/sys", fstype: "sysfs", flags: nodev_noexec(), data: "" },
@@ -100,12 +100,13 @@ const fn nodev_noexec() -> MsFlags {
     MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)
 }
 
-/// Moves from the initramfs to a tmpfs. The initramfs root has no parent mount, so `pivot_root` inside a container below it fails with
-/// EINVAL.
+/// Moves from the initramfs to a tmpfs. The initramfs root has no parent mount, so `pivot_root` inside a container
+/// below it fails with EINVAL.
 ///
-/// In a template the program moves too and is executed again: this returns only in the new program. A tmpfs can hold it in huge pages:
-/// each process that is forked to create a container then maps it in three page faults instead of dozens, and unmaps it as fast. A VM
-/// that boots for one pod would pay more for the copy than its containers gain.
+/// In a template, the program moves too and is executed again: this function returns only in the new program. A tmpfs
+/// can hold it in huge pages. Each process that is forked to create a container then maps it in three page faults
+/// instead of dozens, and unmaps it as fast. A VM that boots for one pod would pay more for the copy than its
+/// containers gain.
 pub fn settle() -> Result<(), InitError> {
     let program = OsStr::from_bytes(PROGRAM.to_bytes());
     if env::args_os().next().is_some_and(|name| name == program) {
@@ -131,7 +132,7 @@ pub fn settle() -> Result<(), InitError> {
 fn move_program(to: &Path) -> io::Result<()> {
     let mut from = fs::File::open(FIRST_PROGRAM)?;
     let mut program = fs::File::options().write(true).create_new(true).mode(0o700).open(to)?;
-    // Set before the content is copied: only pages within the file's size become huge pages.
+    // The length is set before the content is copied: only pages within the file's size become huge pages.
     program.set_len(from.metadata()?.len())?;
     io::copy(&mut from, &mut program)?;
     fs::remove_file(FIRST_PROGRAM)
@@ -165,26 +166,26 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
     })
 }
 
-/// Hides the kernel's log from containers without CAP_SYSLOG: it contains messages about other containers,
-/// and in a VM of the pool about the time before the pod.
+/// Hides the kernel's log from containers without CAP_SYSLOG: it contains messages about other containers and, in a VM
+/// of the pool, about the time before the pod.
 fn hide_kernel_log() -> Result<(), InitError> {
     set(DMESG_RESTRICT, "1")
 }
 
-/// Lets the kernel print errors on the console, which it did not while it booted.
+/// Makes the kernel print errors on the console, which it did not do while it booted.
 fn print_errors() -> Result<(), InitError> {
     const ERRORS: &str = "4";
     set(PRINTED, ERRORS)
 }
 
-/// Ends compaction ahead of requests: for that the kernel wakes twice a second, which was 30 of the 42 timer interrupts that
-/// an idle guest had in ten seconds. A request for a huge page still compacts.
+/// Turns off compaction ahead of requests. For it the kernel wakes twice a second, which caused 30 of the 42 timer
+/// interrupts of an idle guest in ten seconds. A request for a huge page still compacts.
 fn compact_on_request() -> Result<(), InitError> {
     set_if_known(COMPACTION, "0")
 }
 
-/// Lets the kernel report also small blocks of free memory to the host. It cannot be done on its command line: the balloon's
-/// driver sets it when it finds its device.
+/// Makes the kernel report small blocks of free memory to the host, too. The kernel's command line cannot do this: the
+/// balloon's driver sets the parameter when it finds its device.
 fn report_small_blocks() -> Result<(), InitError> {
     set_if_known(REPORTING_ORDER, REPORTED)
 }
@@ -208,7 +209,7 @@ fn open_console() {
     let Ok(console) = fs::OpenOptions::new().read(true).write(true).open("/dev/console") else {
         return;
     };
-    // A failure here has no place to be reported.
+    // A failure here cannot be reported anywhere.
     let _ = rustix::stdio::dup2_stdin(&console);
     let _ = rustix::stdio::dup2_stdout(&console);
     let _ = rustix::stdio::dup2_stderr(&console);

@@ -1,7 +1,7 @@
 //! A process's input and output, which continue after the host has lost its connection.
 //!
-//! Output is kept in a bounded buffer under absolute offsets until the host acknowledges it by requesting
-//! what follows. While the buffer is full the pipe is not read, so the process blocks.
+//! Output is kept in a bounded buffer under absolute offsets until the host acknowledges it by requesting the next
+//! bytes. While the buffer is full the pipe is not read, so the process blocks.
 
 use std::{
     collections::VecDeque,
@@ -28,30 +28,30 @@ use crate::{
     sync::{detached, lock, watched},
 };
 
-/// Most output kept per stream, bytes.
+/// The most output kept per stream, bytes.
 pub const CAPACITY: usize = 64 << 10;
 
-/// How long to wait for the last output of a terminal: a kernel thread delivers it shortly after the process
-/// has exited.
+/// How long to wait for the last output of a terminal: a kernel thread delivers it shortly after the process has
+/// exited.
 const TERMINAL_LINGER: Duration = Duration::from_millis(200);
 
-/// Which streams a process has.
+/// The streams that a process has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Wanted {
-    /// Its input can be written.
+    /// Whether the process's standard input can be written.
     pub stdin: bool,
-    /// Its output is kept.
+    /// Whether the process's standard output is kept.
     pub stdout: bool,
-    /// Its error output is kept.
+    /// Whether the process's standard error is kept.
     pub stderr: bool,
-    /// One terminal instead of all three.
+    /// Whether one terminal replaces all three.
     pub terminal: bool,
 }
 
 /// The agent's end of a pipe or a terminal.
 pub type Stream = Arc<End>;
 
-/// See [`Stream`].
+/// The descriptor of a [`Stream`].
 pub struct End(AsyncFd<OwnedFd>);
 
 impl Deref for End {
@@ -82,16 +82,16 @@ pub fn stream(fd: OwnedFd, interest: Interest) -> io::Result<Stream> {
 
 /// The child's ends of its pipes; `/dev/null` for an unused stream.
 pub struct ChildEnds {
-    /// Standard input.
+    /// The standard input.
     pub stdin: OwnedFd,
-    /// Standard output.
+    /// The standard output.
     pub stdout: OwnedFd,
-    /// Standard error.
+    /// The standard error.
     pub stderr: OwnedFd,
 }
 
 impl ChildEnds {
-    /// Returns all three, to be kept over a fork.
+    /// Returns all three ends, to be kept over a fork.
     pub fn all(&self) -> [BorrowedFd<'_>; 3] {
         [self.stdin.as_fd(), self.stdout.as_fd(), self.stderr.as_fd()]
     }
@@ -100,11 +100,11 @@ impl ChildEnds {
 /// The agent's ends of a process's pipes.
 #[derive(Default)]
 pub struct Pipes {
-    /// Where input is written.
+    /// The end to which input is written.
     pub stdin: Option<OwnedFd>,
-    /// Where output is read.
+    /// The end from which output is read.
     pub stdout: Option<OwnedFd>,
-    /// Where error output is read.
+    /// The end from which error output is read.
     pub stderr: Option<OwnedFd>,
 }
 
@@ -139,18 +139,18 @@ pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
 /// One output stream.
 #[derive(Default)]
 pub struct Output {
-    // Never held across an await.
+    // The lock is never held across an await.
     state: Mutex<Kept>,
-    /// Notified when bytes or the end were added.
+    /// Notified when bytes or the end are added.
     grown: Notify,
-    /// Notified when bytes were acknowledged.
+    /// Notified when bytes are acknowledged.
     shrunk: Notify,
 }
 
 #[derive(Default)]
 struct Kept {
     bytes: VecDeque<u8>,
-    /// Offset of the first byte kept: all bytes before it are acknowledged.
+    /// The offset of the first byte kept: all bytes before it are acknowledged.
     start: u64,
     ended: bool,
 }
@@ -158,22 +158,22 @@ struct Kept {
 /// A part of an output.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Offset of its first byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// Its bytes; empty only at the end.
+    /// The bytes; empty only at the end.
     pub bytes: Vec<u8>,
-    /// No bytes follow.
+    /// Whether no bytes follow.
     pub end: bool,
 }
 
 impl Output {
-    /// Returns at most `max` bytes from `offset` on, or without an offset from the oldest kept; waits while
-    /// there are none. Drops all bytes before `offset`.
+    /// Returns at most `max` bytes from `offset` on, or without an offset from the oldest byte kept; waits while there
+    /// are none. Drops all bytes before `offset`.
     pub async fn read(&self, offset: Option<u64>, max: usize) -> Result<Chunk, Failure> {
         loop {
             let grown = self.grown.notified();
             tokio::pin!(grown);
-            // Registered before the check, so that nothing added in between is missed.
+            // The waiter is registered before the check, so that nothing added in between is missed.
             grown.as_mut().enable();
             if let Some(chunk) = self.take(offset, max)? {
                 return Ok(chunk);
@@ -199,7 +199,7 @@ impl Output {
             )));
         }
         if skip > 0 {
-            // At most `held`, which fits.
+            // The number is at most `held`, which fits.
             kept.bytes.drain(..skip as usize);
             kept.start = offset;
             self.shrunk.notify_one();
@@ -207,7 +207,7 @@ impl Output {
         if kept.bytes.is_empty() && !kept.ended {
             return Ok(None);
         }
-        // By whole slices: byte by byte it was the most expensive step of a long log.
+        // Copies whole slices: byte by byte, this was the most expensive step of a long log.
         let (first, second) = kept.bytes.as_slices();
         let count = max.max(1).min(kept.bytes.len());
         let head = &first[..count.min(first.len())];
@@ -227,7 +227,7 @@ impl Output {
         self.grown.notify_waiters();
     }
 
-    /// Waits until the buffer has free space; returns its size in bytes.
+    /// Waits until the buffer has free space; returns the size of that space in bytes.
     async fn room(&self) -> usize {
         loop {
             let room = CAPACITY - lock(&self.state).bytes.len().min(CAPACITY);
@@ -239,7 +239,7 @@ impl Output {
     }
 }
 
-/// Copies from `from` into `output` until its end. After the process has `exited`, only reads what is already
+/// Copies from `from` to `output` until the end of `from`. After the process has `exited`, only reads what is already
 /// in the pipe: a child of the process may keep the stream open forever.
 pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exited: watch::Receiver<bool>) {
     let mut left = None;
@@ -301,7 +301,7 @@ async fn becomes_readable(from: &Stream) {
 
 /// The input of one process.
 pub struct Input {
-    // Held while bytes are written: input has one order.
+    // The state. The lock is held while bytes are written, since input has one order.
     state: Arc<tokio::sync::Mutex<Taken>>,
     terminal: bool,
 }
@@ -319,8 +319,8 @@ impl Input {
         Self { state: Arc::new(tokio::sync::Mutex::new(taken)), terminal }
     }
 
-    /// Writes `bytes` of `offset`, without those already written; returns the offset up to which input was
-    /// written. Discards input that the process no longer reads.
+    /// Writes the part of `bytes`, which begin at `offset`, that was not written before; returns the offset up to which
+    /// input was written. Discards input that the process no longer reads.
     pub async fn write(&self, offset: u64, bytes: &[u8], end: bool) -> Result<u64, Failure> {
         let mut taken = Arc::clone(&self.state).lock_owned().await;
         let Some(skip) = taken.bytes.checked_sub(offset) else {
@@ -351,7 +351,7 @@ impl Input {
     }
 }
 
-/// Makes one attempt, which is counted even if the caller is dropped meanwhile.
+/// Makes one attempt, which is counted even if the caller is dropped in the meantime.
 async fn write_some(
     mut taken: OwnedMutexGuard<Taken>,
     to: Stream,

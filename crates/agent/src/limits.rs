@@ -11,14 +11,15 @@ use crate::{
     stats,
 };
 
-/// Period of a CPU quota that has none, µs: the kernel's default.
+/// The period of a CPU quota without one, µs: the kernel's default.
 const PERIOD_US: u64 = 100_000;
 
-/// Limits of a container, or of all containers; `None` means not specified.
+/// The limits of a container, or of all containers; `None` means not specified.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     cpu: Option<Cpu>,
     memory: Option<Bytes>,
+    processes: Option<Processes>,
 }
 
 /// CPU time per period; without a quota, unlimited.
@@ -32,7 +33,11 @@ struct Cpu {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Bytes(Option<u64>);
 
-/// Size of a guest.
+/// A number of processes and threads; `None` means unlimited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Processes(Option<u64>);
+
+/// The size of a guest.
 #[derive(Debug, Clone, Copy)]
 pub struct GuestSize {
     cpus: u64,
@@ -47,7 +52,7 @@ impl GuestSize {
     }
 }
 
-/// Converts a number of CRI and OCI: 0 means not specified, a negative one unlimited.
+/// Converts a number of CRI and OCI: 0 means not specified, a negative number means unlimited.
 fn specified(number: i64) -> Option<Option<u64>> {
     (number != 0).then(|| u64::try_from(number).ok())
 }
@@ -59,6 +64,7 @@ impl Limits {
         Self {
             cpu: specified(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
             memory: specified(limits.memory_bytes).map(Bytes),
+            processes: specified(limits.processes).map(Processes),
         }
     }
 
@@ -68,24 +74,26 @@ impl Limits {
         let quota = cpu.and_then(|cpu| cpu.quota()).and_then(specified);
         let period_us = cpu.and_then(|cpu| cpu.period()).unwrap_or(PERIOD_US);
         let memory = resources.memory().and_then(|memory| memory.limit()).and_then(specified);
-        Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
+        let cpu = quota.map(|quota_us| Cpu { quota_us, period_us });
+        // The runtime limits the container's processes.
+        Self { cpu, memory: memory.map(Bytes), processes: None }
     }
 
-    /// Rejects raising the limits of `group` beyond the VM's size now. A limit that is already
-    /// beyond it may stay or be lowered; a group without a limit gets none beyond it.
+    /// Rejects limits of `group` that exceed the VM's current size and were raised. A limit that already exceeds it may
+    /// stay or be lowered; a group without a limit gets none beyond the size.
     pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         self.check_with(guest, |limit, has| limit.is_none_or(|limit| has > limit), group)
     }
 
-    /// Rejects limits of a new container that are beyond the VM's size and beyond those of its pod, in group
-    /// `all`: the pod was made with other ones. A pod that was made with such a limit, or with none, got the
-    /// VM that the node can give it.
+    /// Rejects limits of a new container that exceed both the VM's size and those of its pod, which are in group `all`:
+    /// the pod was created with lower ones. A pod that was created with such a limit, or with none, got the VM that the
+    /// node can give it.
     pub fn check_new(&self, all: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         self.check_with(guest, |limit, has| limit.is_some_and(|limit| has > limit), all)
     }
 
-    /// Rejects a limit beyond the VM's size if `is_raised` holds for the group's limit, `None` if there is no
-    /// limit, and the new one.
+    /// Rejects a limit beyond the VM's size if `is_raised` holds for the group's limit (`None`: no limit) and the new
+    /// one.
     fn check_with(
         &self,
         guest: GuestSize,
@@ -111,7 +119,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Sets the limits of all containers together. Rejects less memory than they hold: the kernel would kill
+    /// Sets the limits of all containers together. Rejects a memory limit below their usage: the kernel would kill
     /// them.
     pub fn apply_to_all(&self) -> Result<(), Failure> {
         let group = Cgroup::of_all();
@@ -132,12 +140,13 @@ impl Limits {
         Ok(())
     }
 
-    /// Returns files of a control group, and their new contents.
+    /// Returns the names of a control group's files, and their new contents.
     fn files(&self) -> Vec<(&'static str, String)> {
         let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |limit| limit.to_string());
         let cpu = self.cpu.map(|cpu| ("cpu.max", format!("{} {}", text(cpu.quota_us), cpu.period_us)));
         let memory = self.memory.map(|Bytes(bytes)| ("memory.max", text(bytes)));
-        cpu.into_iter().chain(memory).collect()
+        let processes = self.processes.map(|Processes(most)| ("pids.max", text(most)));
+        cpu.into_iter().chain(memory).chain(processes).collect()
     }
 }
 
@@ -150,7 +159,7 @@ impl Cpu {
 
     /// Returns the number of CPUs.
     fn cpus(self) -> f64 {
-        // Exact enough: no quota has 2^52 µs.
+        // The conversion is exact enough: no quota has 2^52 µs.
         self.quota_us.map_or(f64::INFINITY, |quota| quota as f64 / self.period_us.max(1) as f64)
     }
 }
@@ -191,6 +200,8 @@ mod tests {
         assert_eq!(of_pod(0, 50_000, 0).files(), []);
         let files = of_pod(-1, 0, -1).files();
         assert_eq!(files, [("cpu.max", "max 100000".to_owned()), ("memory.max", "max".to_owned())]);
+        let few = Limits::of_pod(&PodLimits { processes: 100, ..Default::default() });
+        assert_eq!(few.files(), [("pids.max", "100".to_owned())]);
         let files = of_pod(150_000, 50_000, 64 << 20).files();
         assert_eq!(files, [("cpu.max", "150000 50000".to_owned()), ("memory.max", "67108864".to_owned())]);
         let oci =
@@ -238,7 +249,7 @@ mod tests {
         let pod = group(&dir, "100000 100000\n", "268435456\n");
         assert!(of_pod(0, 0, 513 << 20).check_new(&pod, GUEST).is_err());
         assert!(of_pod(300_000, 100_000, 0).check_new(&pod, GUEST).is_err());
-        // Beyond the pod alone: the pod's own limit holds.
+        // The limit exceeds the pod's alone: the pod's own limit holds.
         of_pod(200_000, 100_000, 512 << 20).check_new(&pod, GUEST).unwrap();
         let wide = group(&dir, "400000 100000\n", "4294967296\n");
         of_pod(400_000, 100_000, 4 << 30).check_new(&wide, GUEST).unwrap();

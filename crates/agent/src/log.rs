@@ -1,8 +1,8 @@
-//! The agent's log: lines on the console, and in a worker the causes of its failure.
+//! The agent's log: lines on the console and, in a worker, the causes of its failure.
 //!
-//! libcontainer drops the sources of many errors between its processes, but it logs each where it occurs. So
-//! a worker and the processes it forks send their `error` events to the agent through a pipe, and the agent
-//! quotes the first (innermost) one.
+//! libcontainer drops the sources of many errors between its processes, but logs each error where it occurs. So a
+//! worker and the processes it forks send their `error` events to the agent through a pipe, and the agent quotes the
+//! first (innermost) one.
 
 use std::{
     fmt::Write as _,
@@ -20,22 +20,23 @@ use tracing::{
 };
 use tracing_subscriber::filter::Targets;
 
-/// libcontainer's errors are quoted in failures; on a slow serial console they would only cost time.
+/// The default filter. libcontainer's errors are quoted in failures; on a slow serial console they would only cost
+/// time.
 const DEFAULT_FILTER: &str = "warn,libcontainer=off,libcgroups=off";
 
-/// Longest line, bytes.
+/// The longest line, bytes.
 const MAX_LINE: usize = 2048;
 
-/// The pipe where a worker reports causes; -1 in the agent itself.
+/// The pipe to which a worker reports causes; -1 in the agent itself.
 static CAUSES: AtomicI32 = AtomicI32::new(-1);
 
-/// Prefix of a line in the pipe of causes: an error that libcontainer logged.
+/// The prefix of an error that libcontainer logged, in the pipe of causes.
 pub const LOGGED: char = 'L';
-/// Prefix of a line in the pipe of causes: why the payload cannot be executed, a complete message.
+/// The prefix of the complete reason why the payload cannot be executed, in the pipe of causes.
 pub const PAYLOAD: char = 'P';
 
-/// Starts logging to the console. `filter` is written as in `RUST_LOG`; an invalid one is replaced by the
-/// default with a warning.
+/// Starts logging to the console. `filter` has the syntax of `RUST_LOG`; an invalid one is replaced by the default,
+/// with a warning.
 pub fn start(filter: Option<&str>) {
     let (targets, refused) = match filter.map(str::parse::<Targets>) {
         Some(Ok(targets)) => (targets, None),
@@ -62,7 +63,7 @@ pub fn is_worker() -> bool {
     CAUSES.load(Ordering::Relaxed) >= 0
 }
 
-/// Sends one cause to the agent; drops what does not fit into the pipe.
+/// Sends one cause to the agent; drops what does not fit in the pipe.
 pub fn cause(kind: char, text: &str) {
     let fd = CAUSES.load(Ordering::Relaxed);
     if fd < 0 {
@@ -96,7 +97,7 @@ impl Subscriber for Console {
     fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
         match (self.prints(metadata), *metadata.level()) {
             (true, _) => Interest::always(),
-            // Decided at each event: it depends on the process.
+            // Decided at each event, since it depends on the process.
             (false, Level::ERROR) => Interest::sometimes(),
             (false, _) => Interest::never(),
         }
@@ -111,7 +112,7 @@ impl Subscriber for Console {
         self.prints(metadata) || (*metadata.level() == Level::ERROR && is_worker())
     }
 
-    // Spans are not shown: the console is only read to find what failed.
+    // Spans are not shown: the console is read only to find failures.
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
         span::Id::from_u64(1)
     }

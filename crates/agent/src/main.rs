@@ -6,8 +6,8 @@
 //!                                                                                └▶ runtime (libcontainer)
 //! ```
 //!
-//! One process with one thread: it may fork, and each operation of the container runtime runs in a process of
-//! its own (see [`worker`]).
+//! The agent is one process with one thread, so it may fork. Each operation of the container runtime runs in a process
+//! of its own (see [`worker`]).
 
 use std::{panic, sync::Arc};
 
@@ -39,6 +39,7 @@ mod clock;
 mod console;
 mod container;
 mod containers;
+mod copy;
 mod cpus;
 mod device_rules;
 mod devices;
@@ -67,6 +68,7 @@ mod shares;
 mod spec;
 mod stats;
 mod sync;
+mod targets;
 mod timekeeper;
 mod tree;
 mod uevent;
@@ -75,9 +77,9 @@ mod worker;
 
 fn main() -> anyhow::Result<()> {
     let init_ns = clock::boottime_ns();
-    // Found by tools that read this file without running it; the linker drops unused symbols.
+    // Tools find the mark by reading this file without running it, but the linker drops unused symbols.
     std::hint::black_box(&MARK);
-    // It mounts file systems and powers off, which would harm a host.
+    // The agent mounts file systems and powers off, which would harm a host.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
     let Err(error) = run(init_ns);
@@ -114,7 +116,6 @@ async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert:
         containers,
         volumes,
         events,
-        reaper: Arc::clone(&reaper),
         link_key,
         connections: Connections::default(),
         shares: Arc::<Shares>::default(),
@@ -147,7 +148,7 @@ async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert:
     anyhow::bail!("link to the host was closed")
 }
 
-/// Reports a panic: a worker exits with the message as its cause, the agent powers the guest off.
+/// Reports a panic: a worker exits with the message as its cause, and the agent powers the guest off.
 fn on_panic(info: &panic::PanicHookInfo<'_>) {
     if log::is_worker() {
         log::cause(log::LOGGED, &info.to_string());

@@ -35,7 +35,7 @@ pub fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
     if text.is_empty() { Ok(None) } else { id("exec_id", text).map(Some) }
 }
 
-/// Returns which streams a process gets.
+/// Returns the streams that a process gets.
 pub fn wanted(stdio: &wire::Stdio) -> Wanted {
     Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
 }
@@ -144,7 +144,7 @@ pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
     Ok(wanted)
 }
 
-/// Converts a pid for the wire.
+/// Converts a PID for the wire.
 pub fn guest_pid(pid: i32) -> u32 {
     pid.unsigned_abs()
 }

@@ -1,8 +1,7 @@
 //! The pod's network interfaces: configures names, addresses and routes of the VM's network devices.
 //!
-//! The configuration of the host's namespace is copied without additions: prefix routes are among the given
-//! routes, an address already belongs to the pod and needs no duplicate detection, and router advertisements
-//! are ignored.
+//! The configuration of the host's namespace is copied without additions: prefix routes are among the given routes, an
+//! address already belongs to the pod and needs no duplicate detection, and router advertisements are ignored.
 
 use std::{collections::BTreeMap, fs, io, net::IpAddr, time::Duration};
 
@@ -31,7 +30,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// Length of an Ethernet address, bytes.
 const MAC_LEN: usize = 6;
 
-/// Index of the loopback interface: the first one of each network namespace.
+/// The index of the loopback interface, the first one of each network namespace.
 const LOOPBACK: u32 = 1;
 
 /// Brings the loopback interface up.
@@ -57,7 +56,7 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
             None => Err(Failure::invalid(format!("interface {:?}: no such network device", interface.name))),
         })
         .collect::<Result<Vec<_>, _>>()?;
-    // One step for all devices at a time: a route's source may be another device's address, and a name may
+    // Each step is done for all devices at a time: a route's source may be another device's address, and a name may
     // have belonged to another device.
     let steps: [(&str, Step); 4] =
         [("name", rename), ("set up", set_link), ("address", add_addresses), ("route by", add_routes)];
@@ -72,8 +71,8 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
 
 type Step = fn(&mut Netlink, &Link, &wire::Interface) -> io::Result<()>;
 
-/// Returns the VM's network devices by number, from the permanent address that the host set; the current
-/// address does not matter.
+/// Returns the VM's network devices by number, which is in the permanent address that the host set. The current address
+/// does not matter.
 fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
     let numbered = |link: Link| {
         let number = (0..=u8::MAX).find(|&number| link.permanent_address == first_mac(number))?;
@@ -96,8 +95,8 @@ async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link
     })
 }
 
-/// Removes an earlier configuration from the devices. Setting a device down removes its routes and
-/// neighbours; a device that is down has no configuration, since it is set down last.
+/// Removes an earlier configuration from the devices. Setting a device down removes its routes and neighbours. A device
+/// that is down has no configuration, since it is set down last.
 fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
     let up: Vec<u32> = nics.values().filter(|nic| nic.up).map(|nic| nic.index).collect();
     if up.is_empty() {
@@ -107,7 +106,7 @@ fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
         let Message::NewAddress(address) = message else { continue };
         if up.contains(&address.header.index) {
             match netlink.request(Message::DelAddress(address), 0) {
-                // Removed together with another one.
+                // The kernel removed it together with another one.
                 Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {}
                 done => done?,
             }
@@ -165,8 +164,7 @@ fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> i
         LinkAttribute::Mtu(interface.mtu),
         LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![no_own])]),
     ];
-    // Without IPv6 (an MTU can be too small for it) the kernel rejects the last attribute, and the others
-    // with it.
+    // Without IPv6 (an MTU can be too small for it), the kernel rejects the last attribute, and the others with it.
     match set(netlink, nic.index, attributes.clone()) {
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
             set(netlink, nic.index, attributes.into_iter().take(2))?;

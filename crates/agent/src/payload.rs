@@ -1,5 +1,5 @@
-//! The last step of a process that becomes a container's program: finds the program, drops the last
-//! privileges, executes it, and reports in plain words why that fails.
+//! The last step of a process that becomes a container's program: finds the program, drops the last privileges,
+//! executes it, and reports in plain words why that fails.
 
 use std::{
     collections::HashMap,
@@ -27,16 +27,16 @@ use sandboxer_base::chain;
 
 use crate::log;
 
-/// Search path for a program if its environment has no PATH.
+/// The search path for a program whose environment has no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// Executes the spec's program.
 #[derive(Clone, Default)]
 pub struct Payload {
-    /// Seccomp filter of an exec: libcontainer applies a container's filter to its init only.
+    /// The seccomp filter of an exec: libcontainer applies a container's filter to its init only.
     pub filter: Option<LinuxSeccomp>,
-    /// Capabilities of an exec that may gain privileges: loading its filter needs CAP_SYS_ADMIN, which it
-    /// keeps until then.
+    /// The final capabilities of an exec that may gain privileges: it keeps CAP_SYS_ADMIN until it has loaded its
+    /// filter.
     pub drop_to: Option<LinuxCapabilities>,
 }
 
@@ -51,7 +51,7 @@ impl Executor for Payload {
     }
 
     fn setup_envs(&self, envs: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
-        // The environment is set at `exec` in its own order; libcontainer only adds HOME.
+        // The environment is set at `exec` in its own order, and libcontainer only adds HOME.
         if let Some(home) = envs.get("HOME") {
             // SAFETY: this process has one thread.
             unsafe { env::set_var("HOME", home) };
@@ -100,7 +100,7 @@ impl Payload {
     }
 }
 
-/// Returns the program's path, or why there is none.
+/// Returns the program's path, or the reason why there is none.
 fn find(process: &Process) -> Result<PathBuf, String> {
     let args = arguments(process);
     let name = args.first().filter(|name| !name.is_empty()).ok_or("exec: no command was given")?;
@@ -138,7 +138,7 @@ fn usable(path: &Path) -> nix::Result<()> {
     faccessat(nix::fcntl::AT_FDCWD, path, AccessFlags::X_OK, AtFlags::AT_EACCESS)
 }
 
-/// Returns the error's description as `strerror` has it, in lower case.
+/// Returns the error's description from `strerror`, in lower case.
 fn words(error: Errno) -> String {
     let words = error.desc();
     let mut chars = words.chars();

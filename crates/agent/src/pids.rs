@@ -1,8 +1,7 @@
 //! The process namespace that containers of a pod share, and its PID 1.
 //!
-//! A namespace exists as long as its PID 1, which becomes the parent of its orphans. A process of the agent
-//! is PID 1, so that no container has this role: it sleeps, has no privileges, and the kernel reaps its
-//! children.
+//! A namespace exists as long as its PID 1, which becomes the parent of its orphans. PID 1 is a process of the agent,
+//! so that no container has this role. It sleeps, has no privileges, and lets the kernel reap its children.
 
 use std::path::PathBuf;
 
@@ -18,7 +17,7 @@ use crate::{
     worker::Workers,
 };
 
-/// User and group of the namespace's PID 1: not the `nobody` that a container may use.
+/// User and group of the namespace's PID 1. It is not the `nobody` that a container may use.
 const PAUSE_ID: u32 = 65535;
 
 /// The namespace, created when the first container needs it.
@@ -43,7 +42,7 @@ fn make() -> Result<i32, Failure> {
     let failed = |what: &str| internal::<nix::Error>(format!("cannot {what} the pod's process namespace"));
     unshare(CloneFlags::CLONE_NEWPID).map_err(failed("create"))?;
     #[expect(clippy::disallowed_methods, reason = "a worker has one thread")]
-    // SAFETY: as a worker is a fork of a process with one thread, it has one thread itself.
+    // SAFETY: a worker is a fork of a process with one thread, so it has one thread itself.
     match unsafe { fork() }.map_err(failed("start PID 1 of"))? {
         ForkResult::Parent { child } => Ok(child.as_raw()),
         ForkResult::Child => pause(),
@@ -59,8 +58,8 @@ fn pause() -> ! {
         setgid(Gid::from_raw(PAUSE_ID))?;
         setuid(Uid::from_raw(PAUSE_ID))
     };
-    // SAFETY: this process uses nothing of the agent from here on. It has one thread; the actions set run no
-    // code of ours, and neither does `_exit`.
+    // SAFETY: this process uses nothing of the agent from here on. It has one thread; the actions set run no code of
+    // ours, and neither does `_exit`.
     unsafe {
         libc::close_range(0, libc::c_uint::MAX, 0);
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);

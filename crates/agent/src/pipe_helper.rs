@@ -5,10 +5,10 @@
 //!      └── waits for a shared file's bytes ◀── the host
 //! ```
 //!
-//! A process that copies between a file and a pipe within the kernel, as `cat` does, holds the pipe's lock
-//! until the file's bytes are read or written. For a shared file that may take as long as the host's file
-//! server does. If the agent's one thread touched the pipe, even to close it, the whole guest would wait for
-//! that server. A helper may wait.
+//! A process that copies between a file and a pipe within the kernel, as `cat` does, holds the pipe's lock until the
+//! file's bytes are read or written. For a shared file that may take as long as the host's file server does. If the
+//! agent's one thread touched the pipe, even to close it, the whole guest would wait for that server. A helper may
+//! wait.
 
 use std::{
     fs,
@@ -43,13 +43,13 @@ use crate::{
     worker::close_all_but,
 };
 
-/// Most bytes that a helper moves at once.
+/// The most bytes that a helper moves at once.
 const MAX_MOVED_BYTES: usize = 16 << 10;
-/// Header of a request: the operation, and the most bytes to read.
+/// The length of a request's header: the operation, and the most bytes to read.
 const REQUEST: usize = 8;
-/// Header of a response: a number, or an error if it is negative.
+/// The length of a response's header: a number, or an error if it is negative.
 const RESPONSE: usize = 4;
-/// Most helpers at a time. A helper that waits for a share is not available for other pipes.
+/// The most helpers at a time. A helper that waits for a share is not available for other pipes.
 const PARALLEL: usize = 4;
 
 /// The operation on the descriptor of a request.
@@ -58,14 +58,14 @@ enum Operation {
     Read,
     Write,
     Count,
-    /// Waits for a second message first: the agent has closed its own copy then, and only the last to close
+    /// Closes the pipe, after a second message: by then the agent has closed its own copy, and only the last to close
     /// may have to wait.
     Close,
 }
 
 struct Helpers {
     places: Semaphore,
-    // Never held across an await.
+    // The lock is never held across an await.
     idle: Mutex<Vec<Helper>>,
 }
 
@@ -74,7 +74,7 @@ type Helper = AsyncFd<OwnedFd>;
 
 static HELPERS: OnceLock<Helpers> = OnceLock::new();
 
-/// Switches to helpers. To be called before a pipe may be used with a shared file.
+/// Switches to helpers. Must be called before a pipe may be used with a shared file.
 pub fn start() -> io::Result<()> {
     if HELPERS.get().is_none() {
         let idle = Mutex::new(vec![spawn()?]);
@@ -83,7 +83,7 @@ pub fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Reads at most `max` bytes as read(2) does, a helper fewer; none at the end.
+/// Reads at most `max` bytes as read(2) does, but a helper may return fewer; none at the end.
 pub async fn read(from: &Stream, max: usize) -> Result<Vec<u8>, Errno> {
     let Some(helpers) = HELPERS.get() else {
         let mut bytes = Vec::with_capacity(max);
@@ -104,7 +104,7 @@ pub async fn write(to: &Stream, bytes: &[u8]) -> Result<usize, Errno> {
     Ok(helpers.ask(Stream::clone(to), Operation::Write, 0, bytes).await?.0)
 }
 
-/// Returns how many bytes are in a pipe.
+/// Returns the number of bytes in a pipe.
 pub async fn waiting(pipe: &Stream) -> usize {
     let counted = match HELPERS.get() {
         None => count(pipe.get_ref()),
@@ -126,8 +126,8 @@ pub fn close_after(pipe: &OwnedFd) {
 }
 
 impl Helpers {
-    /// Carries out a request; returns the number of the response, and the bytes read. Completes even if the
-    /// caller is dropped: the connection must not keep an unread response.
+    /// Carries out a request; returns the number in the response, and the bytes read. Completes even if the caller is
+    /// dropped: the connection must not keep an unread response.
     async fn ask(
         &'static self,
         of: impl AsRawFd + Send + 'static,
@@ -177,7 +177,7 @@ fn spawn() -> io::Result<Helper> {
     match unsafe { fork() }? {
         ForkResult::Child => serve(&theirs),
         ForkResult::Parent { child } => {
-            // When the guest is out of memory, containers are killed, not the helper that they depend on.
+            // When the guest is out of memory, the kernel must kill containers, not the helper that they depend on.
             fs::write(format!("/proc/{child}/oom_score_adj"), "-1000")?;
             Ok(helper)
         }
@@ -200,7 +200,7 @@ fn request(
     sendmsg::<()>(helper.as_raw_fd(), &message, &attached, MsgFlags::MSG_NOSIGNAL, None).map(drop)
 }
 
-/// Waits for the response; the outer error means that there will be none.
+/// Waits for the response. The outer error means that there will be none.
 async fn response(helper: &Helper) -> Result<Result<(usize, Vec<u8>), Errno>, Errno> {
     let mut response = vec![0; RESPONSE + MAX_MOVED_BYTES];
     loop {
@@ -269,7 +269,7 @@ fn receive(helper: &OwnedFd, request: &mut [u8], attached: &mut [u8]) -> Option<
         ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
         _ => None,
     })?;
-    // SAFETY: the kernel has just made it for this process.
+    // SAFETY: the kernel has just created the descriptor for this process.
     let pipe = unsafe { OwnedFd::from_raw_fd(descriptor) };
     (length >= REQUEST).then_some((pipe, length))
 }

@@ -21,12 +21,12 @@ use crate::{
     clock,
     failure::{Failure, internal},
     limits::{GuestSize, Limits},
-    network, scratch,
+    log, network, scratch,
     shares::Shares,
     timekeeper,
 };
 
-/// Size of `/dev/shm` if the host specifies none: the usual default.
+/// The size of `/dev/shm` if the host specifies none: the usual default, bytes.
 const DEFAULT_SHM: u64 = 64 << 20;
 
 /// How long killed containers may delay the power-off.
@@ -35,17 +35,19 @@ const LAST_GRACE: Duration = Duration::from_secs(2);
 /// A guest's identity.
 #[derive(Debug)]
 pub struct Identity {
-    /// Empty: unchanged.
+    /// The host name; empty: unchanged.
     pub hostname: String,
-    /// ns since 1970; 0: unchanged.
+    /// The time, ns since 1970; 0: unchanged.
     pub realtime_ns: u64,
-    /// Mixed into the kernel's entropy pool and credited to it; then the generator is reseeded.
+    /// Randomness that is mixed into the kernel's entropy pool and credited to it; then the generator is reseeded.
     pub entropy: Vec<u8>,
-    /// 0 means 64 MiB.
+    /// The size of `/dev/shm`; 0 means 64 MiB.
     pub shm_bytes: u64,
-    /// Names as in sysctl(8).
+    /// The pod's sysctls, with names as in sysctl(8).
     pub sysctls: HashMap<String, String>,
-    /// All its network interfaces.
+    /// The host's sysctls. Those that the guest lacks or its kernel rejects are skipped.
+    pub host_sysctls: HashMap<String, String>,
+    /// All network interfaces of the guest.
     pub interfaces: Vec<wire::Interface>,
     /// The limits of all its containers together.
     pub limits: Limits,
@@ -63,7 +65,7 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     }
     if identity.realtime_ns > 0 {
         clock::set_realtime(identity.realtime_ns).map_err(internal("cannot set the clock"))?;
-        // The host's time is old by the time of its delivery.
+        // The host's time is already old when it arrives.
         timekeeper::set_by_device().map_err(internal("cannot set the clock from the VMM's clock device"))?;
     }
     let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
@@ -71,7 +73,12 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
         .map_err(internal(format!("cannot resize /dev/shm to {shm} bytes")))?;
     network::configure(&identity.interfaces).await?;
-    // Some belong to an interface.
+    for (name, value) in &identity.host_sysctls {
+        if let Err(failure) = set_sysctl(name, value) {
+            log::print(&format!("the host's {failure}"));
+        }
+    }
+    // Some sysctls belong to an interface.
     for (name, value) in &identity.sysctls {
         set_sysctl(name, value)?;
     }
@@ -87,11 +94,10 @@ pub fn update(limits: &Limits) -> Result<(), Failure> {
 nix::ioctl_write_ptr!(credit_entropy, b'R', 0x01, libc::c_int);
 nix::ioctl_none!(reseed_crng, b'R', 0x07);
 
-/// Mixes the host's randomness into the kernel's generator, credits it and makes the generator use it at
-/// once.
+/// Mixes the host's randomness into the kernel's generator, credits it and makes the generator use it at once.
 ///
-/// A processor without RDRAND needs the credit: until the kernel has counted 256 bits, it refuses to reseed
-/// (ENODATA), and readers of randomness block. The host is trusted with it, as with everything in the guest.
+/// A processor without RDRAND needs the credit: until the kernel has counted 256 bits, it refuses to reseed (ENODATA),
+/// and readers of randomness block. The host is trusted with that, as with everything in the guest.
 fn reseed(entropy: &[u8]) -> io::Result<()> {
     let mut random = OpenOptions::new().write(true).open("/dev/urandom")?;
     random.write_all(entropy)?;
@@ -106,14 +112,14 @@ fn reseed(entropy: &[u8]) -> io::Result<()> {
 
 fn set_sysctl(name: &str, value: &str) -> Result<(), Failure> {
     let path = sysctl_path(name).ok_or_else(|| Failure::invalid(format!("invalid sysctl name {name:?}")))?;
-    // Never created: a missing file is not a sysctl.
+    // The file is not created if it is missing: it is not a sysctl.
     let written =
         OpenOptions::new().write(true).open(path).and_then(|mut file: File| file.write_all(value.as_bytes()));
     written.map_err(|error| Failure::invalid(format!("sysctl {name}={value}: {error}")))
 }
 
-/// Converts a sysctl's name to its path. Names are written with dots or with slashes; with dots, a slash
-/// stands for a dot in a part.
+/// Converts a sysctl's name to its path. Names are written with dots or with slashes. In a name with dots, a slash
+/// stands for a dot within a part.
 fn sysctl_path(name: &str) -> Option<PathBuf> {
     let relative = match name.find(['.', '/']) {
         Some(at) if name[at..].starts_with('/') => name.to_owned(),

@@ -28,7 +28,7 @@ use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, Vso
 use crate::{sync::watched, uevent};
 
 const PORTS: &str = "/sys/class/virtio-ports";
-/// Contains a symlink per vsock device.
+/// The directory with a symlink per vsock device.
 const VSOCK_DRIVER: &str = "/sys/bus/virtio/drivers/vmw_vsock_virtio_transport";
 
 enum Found {
@@ -94,9 +94,9 @@ async fn announce() {
 
 /// A virtio-serial port as an endless stream.
 ///
-/// While no host is connected the port reports a hang-up, returns 0 bytes for reads and accepts no writes;
-/// the same descriptor works again when a host connects. tokio treats a hang-up as final, so a read would
-/// spin. Therefore an edge-triggered epoll watches the port, and tokio watches the epoll.
+/// While no host is connected, the port reports a hang-up, returns 0 bytes for reads and accepts no writes. The same
+/// descriptor works again when a host connects. tokio treats a hang-up as final, so a read would spin. Therefore an
+/// edge-triggered epoll watches the port, and tokio watches the epoll.
 struct Port {
     fd: OwnedFd,
     edges: Arc<Edges>,
@@ -149,7 +149,7 @@ impl AsyncRead for Port {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Registered before the attempt: an edge in between wakes the task.
+        // The waker is registered before the attempt, so that an edge in between wakes the task.
         self.edges.reader.register(cx.waker());
         match nix::unistd::read(&self.fd, buffer.initialize_unfilled()) {
             Ok(0) | Err(Errno::EAGAIN) => Poll::Pending,

@@ -20,22 +20,22 @@ use crate::{
     sync::lock,
 };
 
-/// State of a process.
+/// The state of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// It has no process yet (an exec), or one that waits to be started (an init).
+    /// The process is registered. An exec has no process yet; an init waits to be started.
     Created {
-        /// Guest pid, if there is a process.
+        /// The guest PID, if there is a process.
         pid: Option<i32>,
     },
-    /// Its program runs.
+    /// The process runs its program.
     Running {
-        /// Guest pid.
+        /// The guest PID.
         pid: i32,
     },
-    /// It has exited.
+    /// The process has exited, or will never start.
     Exited {
-        /// Its guest pid, if it ever had one.
+        /// The guest PID, if there ever was one.
         pid: Option<i32>,
         /// How it exited.
         exit: Exit,
@@ -45,25 +45,25 @@ pub enum State {
 /// How a process exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exit {
-    /// Exit code, or 128 + signal.
+    /// The exit code, or 128 + signal.
     pub code: u32,
-    /// CLOCK_REALTIME, ns since 1970.
+    /// The time of the exit: CLOCK_REALTIME, ns since 1970.
     pub at_ns: u64,
-    /// The OOM killer killed a process of its container.
+    /// Whether the OOM killer killed it.
     pub oom_killed: bool,
 }
 
 /// A process with its streams.
 pub struct Process {
     state: watch::Sender<State>,
-    /// Notifies the captures that the process itself writes no more.
+    /// The sender that notifies the captures when the process itself no longer writes.
     exited: watch::Sender<bool>,
-    /// Standard output, or the terminal's output.
+    /// The standard output, or the terminal's output.
     pub stdout: Option<Arc<Output>>,
-    /// Standard error.
+    /// The standard error.
     pub stderr: Option<Arc<Output>>,
     wanted: Wanted,
-    // Set when the process is created; never held across an await.
+    // The agent's ends of the streams, set when the process is created. The lock is never held across an await.
     ends: Mutex<Ends>,
 }
 
@@ -88,17 +88,17 @@ impl Process {
         }
     }
 
-    /// Returns which streams it has.
+    /// Returns the streams that the process has.
     pub fn wanted(&self) -> Wanted {
         self.wanted
     }
 
-    /// Returns its state.
+    /// Returns the process's state.
     pub fn state(&self) -> State {
         *self.state.borrow()
     }
 
-    /// Connects the agent's ends of its pipes.
+    /// Connects the agent's ends of the process's pipes.
     pub fn connect_pipes(&self, pipes: Pipes) -> Result<(), Failure> {
         let failed = || internal("cannot watch a process's pipes");
         if let Some(stdin) = pipes.stdin {
@@ -114,7 +114,7 @@ impl Process {
         Ok(())
     }
 
-    /// Connects the master of its terminal.
+    /// Connects the master of the process's terminal.
     pub fn connect_terminal(&self, master: std::os::fd::OwnedFd) -> Result<(), Failure> {
         let terminal = stream(master, Interest::READABLE | Interest::WRITABLE)
             .map_err(internal("cannot watch a process's terminal"))?;
@@ -134,7 +134,7 @@ impl Process {
         lock(&self.ends).captures.push(task.abort_handle());
     }
 
-    /// Returns its input, once it is connected.
+    /// Returns the process's input, once it is connected.
     pub fn input(&self) -> Result<Arc<Input>, Failure> {
         if !self.wanted.stdin {
             return Err(Failure::precondition("process has no standard input"));
@@ -142,7 +142,7 @@ impl Process {
         lock(&self.ends).input.clone().ok_or_else(|| Failure::precondition("process has not been started"))
     }
 
-    /// Sets its terminal's size in characters.
+    /// Sets the size of the process's terminal, in characters.
     pub fn resize(&self, columns: u16, rows: u16) -> Result<(), Failure> {
         if !self.wanted.terminal {
             return Err(Failure::precondition("process has no terminal"));
@@ -153,17 +153,17 @@ impl Process {
         tcsetwinsize(terminal.get_ref(), size).map_err(internal("cannot resize the terminal"))
     }
 
-    /// Records that its process was created and waits to be started.
+    /// Records that the process was created and waits to be started.
     pub fn created(&self, pid: i32) {
         self.advance(State::Created { pid: Some(pid) });
     }
 
-    /// Records that its program runs.
+    /// Records that the process runs its program.
     pub fn running(&self, pid: i32) {
         self.advance(State::Running { pid });
     }
 
-    /// Never leaves the final state: the exit may be known before the report of the creation.
+    /// Changes the state, but never from the final one: the exit may be known before the report of the creation.
     fn advance(&self, next: State) {
         self.state.send_if_modified(|state| {
             let forward = !matches!(state, State::Exited { .. });
@@ -174,7 +174,7 @@ impl Process {
         });
     }
 
-    /// Records its exit.
+    /// Records the process's exit.
     pub fn end(&self, exit: Exit) {
         self.exited.send_replace(true);
         self.state.send_if_modified(|state| {
@@ -188,7 +188,7 @@ impl Process {
         });
     }
 
-    /// Records that it will never start: ends its waiters and readers.
+    /// Records that the process will never start, which ends its waiters and readers.
     pub fn give_up(&self, exit: Exit) {
         self.end(exit);
         for output in [&self.stdout, &self.stderr].into_iter().flatten() {
@@ -196,27 +196,27 @@ impl Process {
         }
     }
 
-    /// Waits for its exit.
+    /// Waits for the process's exit.
     pub async fn wait(&self) -> Result<Exit, Failure> {
         let mut state = self.state.subscribe();
         let ended = state.wait_for(|state| matches!(state, State::Exited { .. })).await;
         match ended.map(|state| *state) {
             Ok(State::Exited { exit, .. }) => Ok(exit),
-            // Not reached: `self` owns the sender.
+            // Unreachable: `self` owns the sender.
             _ => Err(Failure::precondition("process was dropped")),
         }
     }
 
-    /// Records its exit when `death` is received.
+    /// Records the process's exit, as `exit` returns it, when `death` is received.
     pub fn watch(
         self: &Arc<Self>,
         death: oneshot::Receiver<Death>,
-        oom_killed: impl Fn() -> bool + Send + 'static,
+        exit: impl Fn(Death) -> Exit + Send + 'static,
     ) {
         let process = Arc::clone(self);
         tokio::spawn(async move {
             if let Ok(death) = death.await {
-                process.end(Exit { code: death.code, at_ns: death.at_ns, oom_killed: oom_killed() });
+                process.end(exit(death));
             }
         });
     }

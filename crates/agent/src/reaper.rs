@@ -20,28 +20,28 @@ use tokio::{
 
 use crate::{clock, sync::lock};
 
-/// Most unclaimed exits remembered. Between a worker's fork and its report hardly more than its own children
-/// exit; the others are orphans of containers, which have no owner.
+/// The most unclaimed exits remembered. Between a worker's fork and its report, hardly any process exits except its own
+/// children; the others are orphans of containers, which have no owner.
 const MAX_UNCLAIMED: usize = 1024;
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Death {
-    /// Exit code, or 128 + signal.
+    /// The exit code, or 128 + signal.
     pub code: u32,
-    /// CLOCK_REALTIME, ns since 1970.
+    /// The time of the exit: CLOCK_REALTIME, ns since 1970.
     pub at_ns: u64,
 }
 
-/// A point in the order of exits: a pid that is claimed since this point cannot be an earlier process with
-/// the same number.
+/// A point in the order of exits. A PID that is claimed since this point cannot be an earlier process with the same
+/// number.
 #[derive(Debug, Clone, Copy)]
 pub struct Since(u64);
 
 /// Reaps processes and notifies their owners.
 #[derive(Default)]
 pub struct Reaper {
-    // Never held across an await, so a plain mutex is enough.
+    // The lock is never held across an await, so a plain mutex is enough.
     inner: Mutex<Inner>,
 }
 
@@ -53,7 +53,7 @@ struct Inner {
 }
 
 impl Reaper {
-    /// Returns the current point in the order of exits, to be taken before a fork.
+    /// Returns the current point in the order of exits. Must be called before a fork.
     pub fn now(&self) -> Since {
         Since(lock(&self.inner).deaths)
     }
@@ -74,7 +74,7 @@ impl Reaper {
         exited
     }
 
-    /// Returns whether `pid` was claimed and has not been reaped: only then it is safe to signal.
+    /// Returns whether `pid` was claimed and has not been reaped: only then is it safe to signal.
     pub fn is_alive(&self, pid: i32) -> bool {
         lock(&self.inner).owners.contains_key(&pid)
     }
@@ -92,7 +92,7 @@ impl Reaper {
 
     /// Reaps all processes that have exited.
     pub fn reap(&self) {
-        // Not nix's waitpid: for an exit by a real-time signal it returns an error after the kernel has
+        // nix's waitpid will not do: for an exit by a real-time signal it returns an error after the kernel has
         // released the process.
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
             let code = match (status.exit_status(), status.terminating_signal()) {

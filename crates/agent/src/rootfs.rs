@@ -12,7 +12,7 @@
 //!   rootfs/        the container's root
 //! ```
 //!
-//! Layers are mounted for each container: the kernel shares the page cache below.
+//! Layers are mounted for each container; the kernel shares the page cache below.
 
 use std::{
     fs,
@@ -31,28 +31,28 @@ use crate::{
 
 const CONTAINERS: &str = "/run/sandboxer/containers";
 
-/// Most layers of one container: what the host can attach, minus the writable disk.
+/// The most layers of one container: the disks that the host can attach, minus the writable disk.
 const MAX_LAYERS: usize = 64;
 
 /// A disk by its serial.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Disk {
-    /// As set by the host.
+    /// The serial, as set by the host.
     pub serial: String,
-    /// "erofs" or "ext4".
+    /// The file system type: "erofs" or "ext4".
     pub fstype: String,
-    /// Mounted read-only.
+    /// Whether the disk is mounted read-only.
     pub read_only: bool,
-    /// Its content is discarded with its container.
+    /// Whether the disk's content is discarded with its container.
     pub scratch: bool,
 }
 
 /// The writable part of a root file system.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Writable {
-    /// Guest memory, at most this many bytes.
+    /// Guest memory, with a limit.
     Tmpfs {
-        /// 0 means half of the guest's memory.
+        /// Most bytes; 0 means half of the guest's memory.
         size_bytes: u64,
     },
     /// A disk, which also holds the overlay's work directory.
@@ -71,7 +71,7 @@ pub struct Plan {
 }
 
 impl Disk {
-    /// Checks its file system type and serial.
+    /// Checks the disk's file system type and serial.
     pub fn check(&self) -> Result<(), Failure> {
         let Self { serial, fstype, scratch, .. } = self;
         if !["erofs", "ext4"].contains(&fstype.as_str()) {
@@ -159,9 +159,9 @@ enum LocatedWritable {
     Whole(Device),
 }
 
-/// The directories for the writable file system; scratch disks use the last.
+/// The directories for the writable file system; scratch disks use the last one.
 const WRITABLES: [&str; 2] = ["w", SCRATCH];
-/// Where a scratch disk is mounted.
+/// The directory on which a scratch disk is mounted.
 const SCRATCH: &str = "s";
 
 /// One container's directory.
@@ -196,7 +196,7 @@ impl Dir {
         self.path.join(format!("d{n}"))
     }
 
-    /// Returns the path of the part of a volume that the `n`th mount shows.
+    /// Returns the path of the part of a volume that is the source of the `n`th mount.
     pub fn volume(&self, n: usize) -> PathBuf {
         self.path.join(format!("v{n}"))
     }
@@ -219,7 +219,7 @@ impl Dir {
         all.filter_map(|entry| Self { path: entry.path() }.scratch()).collect()
     }
 
-    /// Creates the directory and mounts the root file system. Blocks on disks: for workers.
+    /// Creates the directory and mounts the root file system. Blocks on disks, so only workers call it.
     pub fn assemble(&self, plan: &Located) -> Result<(), Failure> {
         create_dir(&self.rootfs())?;
         if let LocatedWritable::Whole(device) = &plan.writable {
@@ -230,7 +230,7 @@ impl Dir {
             let path = self.path.join(format!("l{n}"));
             create_dir(&path)?;
             layer.mount(&path)?;
-            // Relative paths: the options of all layers must fit into one page.
+            // The paths are relative: the options of all layers must fit in one page.
             lowerdir.push_str(&format!("{}l{n}", if n > 0 { ":" } else { "" }));
         }
         let name = if let LocatedWritable::Scratch(_) = &plan.writable { SCRATCH } else { "w" };
@@ -243,13 +243,13 @@ impl Dir {
             }
             LocatedWritable::Scratch(disk) => disk.place(&writable)?,
             LocatedWritable::Overlay(device) => device.mount(&writable)?,
-            // Handled above.
+            // The root disk was handled above.
             LocatedWritable::Whole(_) => {}
         }
         let upper = writable.join("u");
         create_dir(&upper)?;
         create_dir(&writable.join("w"))?;
-        // The overlay's root has the attributes of its upper directory, and must have the image's.
+        // The overlay's root has the attributes of its upper directory, and must have those of the image.
         let top = self.path.join("l0");
         let of = fs::metadata(&top).map_err(internal(format!("cannot read {}", top.display())))?;
         chown(&upper, Some(of.uid()), Some(of.gid()))
@@ -264,8 +264,8 @@ impl Dir {
         mounted.and(back).map_err(internal(format!("cannot mount an overlay on {}", self.rootfs().display())))
     }
 
-    /// Unmounts everything in the directory and removes it. A missing directory is no error. Blocks on disks:
-    /// for workers.
+    /// Unmounts everything in the directory and removes it. A missing directory is no error. Blocks on disks, so only
+    /// workers call it.
     pub fn dismantle(&self) -> Result<(), Failure> {
         if let Some(path) = self.scratch() {
             scratch::shut_down([path]);
@@ -313,8 +313,8 @@ fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
     Ok(mount_points(&table).filter(|path| path.starts_with(dir) && path != dir).collect())
 }
 
-/// Returns the mount points of a mount table. The agent's own paths need no unescaping: identifiers contain
-/// neither blanks nor backslashes.
+/// Returns the mount points of a mount table. The agent's own paths need no unescaping: identifiers contain neither
+/// blanks nor backslashes.
 fn mount_points(table: &str) -> impl Iterator<Item = PathBuf> {
     table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from)
 }

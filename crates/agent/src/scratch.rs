@@ -1,15 +1,14 @@
-//! Scratch disks: the writable part of a container's root file system, on a disk of the host that is
-//! discarded with the container.
+//! Scratch disks: the writable part of a container's root file system, on a disk of the host that is discarded with the
+//! container.
 //!
 //! ```text
 //! /run/sandboxer/prepared/<serial>    mounted before its container is created
 //! /run/sandboxer/containers/<id>/s    mounted for its container
 //! ```
 //!
-//! Unlike with a file system in memory, the kernel can drop a disk's cached pages when memory is short: a
-//! container may write more than its memory limit. Such a disk is never read after its container is removed,
-//! so it needs no durability: it has no journal and no barriers, and it is shut down before it is unmounted
-//! or the guest powers off.
+//! Unlike with a file system in memory, the kernel can drop a disk's cached pages when memory is short, so a container
+//! may write more than its memory limit. Such a disk is never read after its container is removed, so it needs no
+//! durability: it has no journal and no barriers, and it is shut down before it is unmounted or the guest powers off.
 
 use std::{
     fs, io,
@@ -28,8 +27,8 @@ use crate::{
 
 const PREPARED: &str = "/run/sandboxer/prepared";
 
-/// The kernel does not zero inode tables, which are zero on a new sparse disk; discards deleted blocks on the
-/// host; and does not flush the disk's cache.
+/// The mount options. The kernel does not zero inode tables, which are zero on a new sparse disk; it discards deleted
+/// blocks on the host, and does not flush the disk's cache.
 const OPTIONS: &str = "noinit_itable,discard,nobarrier";
 
 /// A scratch disk with its device node.
@@ -46,7 +45,8 @@ pub async fn locate(disk: &Disk) -> Result<Located, Failure> {
 }
 
 impl Located {
-    /// Mounts it before its container is created. A mounted one is no error. Blocks on the disk: for workers.
+    /// Mounts the disk before its container is created. A mounted disk is no error. Blocks on the disk, so only workers
+    /// call it.
     pub fn prepare(&self) -> Result<(), Failure> {
         if self.prepared.exists() {
             return Ok(());
@@ -61,7 +61,7 @@ impl Located {
         mounted
     }
 
-    /// Mounts it at `path`, or moves its mount there. Blocks on the disk: for workers.
+    /// Mounts the disk at `path`, or moves its mount there. Blocks on the disk, so only workers call it.
     pub fn place(&self, path: &Path) -> Result<(), Failure> {
         if !self.prepared.exists() {
             return self.mount(path);
@@ -86,11 +86,11 @@ pub fn all() -> Vec<PathBuf> {
 
 // From linux/ext4.h; libc does not define it.
 nix::ioctl_read!(ext4_shutdown, b'X', 125, u32);
-/// Drops what has not been written to the disk.
+/// The mode of [`ext4_shutdown`] that drops the data not written to the disk.
 const WITHOUT_FLUSH: u32 = 2;
 
-/// Shuts the file systems down: the kernel drops unwritten data, and they can no longer be used. If this
-/// fails for one, it is written out, which takes time.
+/// Shuts the file systems down: the kernel drops unwritten data, and they can no longer be used. A file system that
+/// cannot be shut down is written out, which takes time.
 pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
     for path in paths {
         if let Err(error) = shut_one_down(&path) {
@@ -102,7 +102,7 @@ pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
 fn shut_one_down(path: &Path) -> io::Result<()> {
     let directory = fs::File::open(path)?;
     let mut how = WITHOUT_FLUSH;
-    // The kernel logs it as an alert, which would be among the last lines of a guest that ends for another
+    // The kernel logs the shutdown as an alert, which would be among the last lines of a guest that ends for another
     // reason.
     set_console(CONSOLE_OFF);
     // SAFETY: the request reads one u32, which outlives the call.

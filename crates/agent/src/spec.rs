@@ -1,6 +1,9 @@
 //! Adapts an OCI spec to this guest.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+};
 
 use libcontainer::oci_spec::runtime::{
     Capability, Hooks, LinuxBuilder, LinuxNamespaceType, LinuxSeccompAction, Mount, MountBuilder, Process,
@@ -17,11 +20,11 @@ use crate::{
 /// A file that is mounted over `path` in the container.
 #[derive(Debug)]
 pub struct BoundFile {
-    /// Path in the container.
+    /// The path in the container.
     pub path: String,
-    /// Path in the guest.
+    /// The path in the guest.
     pub source: PathBuf,
-    /// The container cannot write it.
+    /// Whether the container cannot write to it.
     pub read_only: bool,
 }
 
@@ -35,9 +38,9 @@ pub fn parse_process(json: &[u8]) -> Result<Process, Failure> {
     serde_json::from_slice(json).map_err(|error| refusal(json, "process", "", &error))
 }
 
-/// Returns why `json` cannot be parsed. Explains an unknown capability of the process, which is at the JSON
-/// pointer `process`, better than the parser does. Checked only after a failure: parsing each text twice
-/// would be slow in an emulated guest.
+/// Returns the reason why `json` cannot be parsed. Describes an unknown capability of the process, which is at the JSON
+/// pointer `process`, better than the parser does. The check runs only after a failure: parsing each text twice would
+/// be slow in an emulated guest.
 fn refusal(json: &[u8], what: &str, process: &str, error: &serde_json::Error) -> Failure {
     let value = serde_json::from_slice::<Value>(json).unwrap_or_default();
     match value.pointer(process).map(check_capabilities) {
@@ -64,7 +67,7 @@ fn check_capabilities(process: &Value) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Sets the guest's own values in the spec, and removes what this kernel does not have.
+/// Sets the guest's own values in the spec, and removes settings that this kernel does not support.
 pub fn fit(
     spec: &mut Spec,
     id: &ContainerId,
@@ -134,24 +137,28 @@ pub fn join_pids(spec: &mut Spec, path: &Path) {
     }
 }
 
-/// Adapts a process of a container.
+/// Adapts a container's process to this guest.
 pub fn fit_process(process: &mut Process, terminal: bool) {
     process.set_terminal(Some(terminal));
-    // libcontainer handles an explicit `false` as if it were set, and loads the filter after the capability
-    // to do so has been dropped.
+    // libcontainer handles an explicit `false` as if it were `true`, and loads the filter after the capability to do so
+    // has been dropped.
     if process.no_new_privileges() == Some(false) {
         process.set_no_new_privileges(None);
     }
 }
 
-/// Removes limits that the guest cannot apply: a guest has no swap, and may lack a size of huge pages that
-/// its host has.
+/// Removes limits that the guest cannot apply: a guest has no swap, and may lack a huge-page size of its host.
 pub fn fit_resources(resources: &mut libcontainer::oci_spec::runtime::LinuxResources) {
     if let Some(memory) = resources.memory() {
         let mut memory = *memory;
         memory.set_swap(None);
         memory.set_swappiness(None);
         resources.set_memory(Some(memory));
+    }
+    if let Some(unified) = resources.unified() {
+        let kept = unified.iter().filter(|(name, _)| !name.starts_with("memory.swap."));
+        let kept: HashMap<_, _> = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
+        resources.set_unified(Some(kept));
     }
     if let Some(limits) = resources.hugepage_limits() {
         let kept: Vec<_> = limits
@@ -184,7 +191,8 @@ mod tests {
     const SPEC: &str = r#"{"ociVersion":"1.1.0","root":{"path":"/host/rootfs","readonly":true},
         "process":{"cwd":"/","args":["sh"],"user":{"uid":0,"gid":0},"noNewPrivileges":false,
           "capabilities":{"bounding":["CAP_CHOWN"],"effective":["CAP_CHOWN"]}},
-        "linux":{"cgroupsPath":"/host/cgroup","resources":{"memory":{"limit":1048576,"swap":1048576}}}}"#;
+        "linux":{"cgroupsPath":"/host/cgroup","resources":{"memory":{"limit":1048576,"swap":1048576},
+          "unified":{"memory.swap.max":"0","memory.high":"1000000"}}}}"#;
 
     #[test]
     fn what_belongs_to_the_host_is_replaced() {
@@ -197,6 +205,8 @@ mod tests {
         assert_eq!(linux.cgroups_path().as_deref(), Some(Path::new("/sandboxer/web")));
         let memory = linux.resources().as_ref().unwrap().memory().unwrap();
         assert_eq!((memory.limit(), memory.swap()), (Some(1 << 20), None), "a guest has no swap");
+        let unified = linux.resources().as_ref().unwrap().unified().clone().unwrap();
+        assert_eq!(unified, [("memory.high".to_owned(), "1000000".to_owned())].into());
         let process = spec.process().clone().unwrap();
         assert_eq!((process.terminal(), process.no_new_privileges()), (Some(true), None));
         let mount = spec.mounts().as_ref().unwrap().last().unwrap().clone();

@@ -6,7 +6,7 @@ use nix::sys::statvfs::statvfs;
 
 use crate::cgroup::{Cgroup, keyed};
 
-/// Means "no limit".
+/// The value of a limit that is not set.
 pub const UNLIMITED: u64 = u64::MAX;
 
 /// Resource usage from cgroup v2. Times in µs, sizes in bytes.

@@ -10,13 +10,13 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use crate::failure::{Failure, Kind};
 
-/// Locks a mutex. Poison is ignored: a panic elsewhere ends the whole guest.
+/// Locks a mutex. Ignores poison: a panic elsewhere ends the whole guest.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` to its end even if the caller is dropped: a session may break at any await, and a container
-/// must not be left half-created.
+/// Runs `work` to its end even if the caller is dropped: a session may break at any await, and a container must not be
+/// left half-created.
 pub async fn detached<T: Send + 'static>(
     work: impl Future<Output = Result<T, Failure>> + Send + 'static,
 ) -> Result<T, Failure> {

@@ -2,8 +2,8 @@
 //!
 //! If the VMM provides a clock device (KVM does when the host's clock source is the TSC), the agent reads it
 //! periodically. Otherwise the daemon measures the guest's clock over the link and sends the host's time; see
-//! `SyncClock`. In both cases the kernel's phase-locked loop slews the difference and learns the clock's
-//! frequency, as with NTP daemons; a large difference is stepped.
+//! `SyncClock`. In both cases the kernel's phase-locked loop slews the difference and learns the clock's frequency, as
+//! with NTP daemons. A large difference is stepped.
 
 use std::{
     fs::{self, File},
@@ -17,19 +17,19 @@ use rustix::time::{ClockId, DynamicClockId, clock_gettime, clock_gettime_dynamic
 
 use crate::{clock, log};
 
-/// The kernel's name of KVM's clock device.
+/// The kernel's name for KVM's clock device.
 const KVM_CLOCK: &str = "KVM virtual PTP";
 const DEVICE: &str = "/dev/ptp0";
 const DEVICE_NAME: &str = "/sys/class/ptp/ptp0/clock_name";
 
 /// How often the device is read.
 const INTERVAL: Duration = Duration::from_secs(64);
-/// Binary logarithm of [`INTERVAL`] in seconds less four: the loop's time constant, as systemd-timesyncd
-/// chooses it. Only a fiftieth of a difference remains at the next reading.
+/// The binary logarithm of [`INTERVAL`] in seconds, minus four: the loop's time constant, as in systemd-timesyncd. Only
+/// a fiftieth of a difference remains at the next reading.
 const TIME_CONSTANT: libc::c_long = 2;
-/// Larger differences are stepped. The kernel's loop accepts at most 0.5 s.
+/// The largest difference that is slewed, ns. The kernel's loop accepts at most 0.5 s.
 const MAX_SLEW_NS: i64 = 400_000_000;
-/// Number of readings; the fastest one is used.
+/// The number of readings, of which the fastest is used.
 const READINGS: usize = 5;
 
 /// Whether the agent keeps the clock without the host.
@@ -43,9 +43,9 @@ pub fn is_kept() -> bool {
 /// How a difference is corrected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Correction {
-    /// The clock runs faster or slower for a while, ns.
+    /// The clock runs faster or slower for a while, until it has gained this, ns.
     Slew(i64),
-    /// The clock jumps, ns.
+    /// The clock jumps by this, ns.
     Step(i64),
 }
 
@@ -56,20 +56,21 @@ fn correction(offset_ns: i64) -> Correction {
     }
 }
 
-/// Returns by how much the guest's clock is behind, ns, if the host's clock was `realtime_ns` when the
-/// guest's [`clock::boottime_ns`] was `at_boottime_ns`.
+/// Returns by how much the guest's clock is behind, ns, if the host's clock was `realtime_ns` when the guest's
+/// [`clock::boottime_ns`] was `at_boottime_ns`.
 fn behind(at_boottime_ns: u64, realtime_ns: u64, boottime_now: u64, realtime_now: u64) -> i64 {
     let host_now = i128::from(realtime_ns) + i128::from(boottime_now) - i128::from(at_boottime_ns);
     let behind = host_now - i128::from(realtime_now);
     i64::try_from(behind).unwrap_or(if behind < 0 { i64::MIN } else { i64::MAX })
 }
 
-/// Sets the guest's clock from the host's time at a moment of the guest's boot clock.
+/// Sets the guest's clock to the host's time `realtime_ns`, which was valid at `at_boottime_ns` of the guest's boot
+/// clock.
 pub fn set_by(at_boottime_ns: u64, realtime_ns: u64) -> io::Result<()> {
     apply(behind(at_boottime_ns, realtime_ns, clock::boottime_ns(), clock::realtime_ns()))
 }
 
-/// Sets the guest's clock from the clock device, if there is one. For a guest that was suspended.
+/// Sets the guest's clock from the clock device, if there is one, after the guest was suspended.
 pub fn set_by_device() -> io::Result<()> {
     let Some(device) = open() else { return Ok(()) };
     let offset = offset(&device)?;
@@ -83,7 +84,7 @@ pub async fn run() {
     loop {
         tokio::time::sleep(INTERVAL).await;
         if let Err(error) = offset(&device).and_then(apply) {
-            // The host sees it at its next measurement, and keeps the clock from then on.
+            // The host notices at its next measurement, and keeps the clock from then on.
             log::print(&format!("cannot keep the clock with {DEVICE}: {error}"));
             KEPT.store(false, Ordering::Relaxed);
             return;
@@ -162,7 +163,7 @@ mod tests {
 
     #[test]
     fn what_the_host_said_a_while_ago_is_of_use_now() {
-        // Sent at 5 s, applied at 9 s of the guest's clock: 4 s have passed on the host.
+        // The time was sent at 5 s and applied at 9 s of the guest's clock: 4 s have passed on the host.
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 104 * S), 0);
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 103 * S), 1_000_000_000);
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 106 * S), -2_000_000_000);

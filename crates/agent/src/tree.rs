@@ -25,28 +25,28 @@ use crate::failure::{Failure, internal};
 
 /// The symlink that is replaced after its target is complete.
 const DATA: &str = "..data";
-/// Temporary name of a new entry; kubelet allows no key that begins like this.
+/// The temporary name of a new entry; kubelet allows no key that begins like this.
 const NEW: &str = "..new";
 
-/// Owner and permissions.
+/// The owner and permissions of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Owner {
-    /// Permission bits.
+    /// The permission bits.
     pub mode: u32,
-    /// User.
+    /// The user ID.
     pub uid: u32,
-    /// Group.
+    /// The group ID.
     pub gid: u32,
 }
 
 /// An entry of a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Below the tree's root.
+    /// The path relative to the tree's root.
     pub path: PathBuf,
-    /// Ignored for a symlink.
+    /// The owner and permissions, which are ignored for a symlink.
     pub owner: Owner,
-    /// Its kind.
+    /// The kind of the entry, with its content.
     pub kind: Kind,
 }
 
@@ -62,7 +62,7 @@ pub enum Kind {
 }
 
 impl Owner {
-    /// Applies them to `path`, which no container can replace.
+    /// Applies the owner and permissions to `path`, which no container can replace.
     pub fn apply_to(self, path: &Path) -> Result<(), Failure> {
         chown(path, Some(self.uid), Some(self.gid))
             .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(self.mode & 0o7777)))
@@ -71,7 +71,7 @@ impl Owner {
 }
 
 impl Entry {
-    /// Checks that its path is below the tree's root.
+    /// Checks that the entry's path is below the tree's root.
     pub fn check(&self) -> Result<(), Failure> {
         let parts: Vec<_> = self.path.components().collect();
         if !parts.is_empty() && parts.iter().all(|part| matches!(part, Component::Normal(_))) {
@@ -82,8 +82,7 @@ impl Entry {
     }
 }
 
-/// Makes `dir` contain `entries` and nothing else. Resolves paths within `dir`, even if containers write
-/// there.
+/// Makes `dir` contain exactly `entries`. Resolves paths within `dir`, even if containers write there.
 pub fn mirror(dir: &Path, owner: Owner, entries: &[Entry]) -> Result<(), Failure> {
     fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))?;
     let tree = Tree(Root::open(dir).map_err(internal(format!("cannot open {}", dir.display())))?);
@@ -202,8 +201,8 @@ fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
     internal(format!("cannot {action} {}", path.display()))
 }
 
-/// Returns the paths in `dir` that are not in `kept`, without the contents of directories that are removed as
-/// a whole. Symlinks first: they point to what follows.
+/// Returns the paths in `dir` that are not in `kept`, without the contents of directories that are removed as a whole.
+/// Symlinks come first: they point to later paths.
 fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
     let (mut links, mut others, mut pending) = (Vec::new(), Vec::new(), vec![PathBuf::new()]);
     while let Some(below) = pending.pop() {
@@ -231,7 +230,7 @@ mod tests {
     use super::*;
 
     fn entry(path: &str, kind: Kind) -> Entry {
-        // SAFETY: neither can fail or accesses memory.
+        // SAFETY: neither call can fail or accesses memory.
         let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
         let mode = if kind == Kind::Directory { 0o755 } else { 0o640 };
         Entry { path: path.into(), owner: Owner { mode, uid, gid }, kind }

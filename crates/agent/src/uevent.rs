@@ -19,21 +19,21 @@ use crate::sync::watched;
 /// The multicast group of the kernel's uevents (the other one is udev's).
 const KERNEL_GROUP: u32 = 1;
 
-/// Returns what `scan` finds, now or after a uevent of one of `subsystems`; `None` if `deadline` passes first.
+/// Returns the result of `scan`, now or after a uevent of one of `subsystems`; `None` if `deadline` passes first.
 pub async fn wait_for<T>(
     subsystems: &[&str],
     deadline: Option<Duration>,
     mut scan: impl FnMut() -> Option<T>,
 ) -> io::Result<Option<T>> {
-    // Subscribed first: a device that appears between a scan and the subscription would be missed.
+    // The subscription comes first: a device that appeared between a scan and the subscription would be missed.
     let announcements = watched(subscribe()?, Interest::READABLE)?;
     let found = async {
         loop {
             if let Some(found) = scan() {
                 return Ok(found);
             }
-            // A disk has up to eight uevents, of its target, its generic device and so on: a scan for each cost more than
-            // the mounts.
+            // A disk has up to eight uevents, for its target, its generic device and so on. A scan for each cost more
+            // than the mounts.
             while !drain(&announcements, subsystems).await? {}
         }
     };
@@ -63,7 +63,7 @@ async fn drain(announcements: &AsyncFd<OwnedFd>, subsystems: &[&str]) -> io::Res
         let read = guard.try_io(|fd| Ok(recv(fd.as_raw_fd(), &mut message, MsgFlags::empty())?));
         match read {
             Ok(Ok(length)) => of_interest |= is_of(&message[..length], subsystems),
-            // ENOBUFS: uevents were lost, so something has changed.
+            // ENOBUFS means that uevents were lost, so something has changed.
             Ok(Err(error)) if error.raw_os_error() == Some(libc::ENOBUFS) => of_interest = true,
             Ok(Err(error)) => return Err(error),
             Err(_would_block) => return Ok(of_interest),
@@ -71,7 +71,7 @@ async fn drain(announcements: &AsyncFd<OwnedFd>, subsystems: &[&str]) -> io::Res
     }
 }
 
-/// Returns whether a uevent, strings that end with a zero each, is of one of `subsystems`.
+/// Returns whether a uevent, which consists of zero-terminated strings, is of one of `subsystems`.
 fn is_of(message: &[u8], subsystems: &[&str]) -> bool {
     let subsystem = message.split(|byte| *byte == 0).find_map(|word| word.strip_prefix(b"SUBSYSTEM="));
     subsystem.is_some_and(|subsystem| subsystems.iter().any(|wanted| wanted.as_bytes() == subsystem))

@@ -4,7 +4,7 @@
 //! /run/sandboxer/volumes/<id>/    files from the host, a tmpfs, or a disk's file system
 //! ```
 //!
-//! They exist until the guest ends. Containers bind-mount them, or directories in them.
+//! Volumes exist until the guest ends. Containers bind-mount them, or directories in them.
 
 use std::{
     collections::HashMap,
@@ -20,36 +20,36 @@ use std::{
 use libcontainer::oci_spec::runtime::Mount;
 use nix::mount::{MsFlags, mount, umount};
 use pathrs::{Handle, Root, error::ErrorKind};
-use sandboxer_protocol::{VOLUMES_DIR, id::Id};
+use sandboxer_protocol::{IMAGE_VOLUME, VOLUMES_DIR, id::Id};
 use tokio::sync::Mutex as AsyncMutex;
 
 use crate::{
     container::Shared,
-    disk,
+    copy, disk,
     failure::{Failure, internal},
     rootfs::{Dir, Disk},
     sync::lock,
     tree::{self, Entry, Owner},
 };
 
-/// Most volumes of one guest.
+/// The most volumes of one guest.
 const MAX_VOLUMES: usize = 256;
 
 /// A request to create or update a volume.
 #[derive(Debug)]
 pub struct Put {
-    /// Chosen by the host.
+    /// The volume's identifier, chosen by the host.
     pub id: Id,
-    /// Owner of its directory.
+    /// The owner of the volume's directory.
     pub owner: Owner,
-    /// Its content.
+    /// The volume's content.
     pub content: Content,
 }
 
 /// The content of a volume.
 #[derive(Debug)]
 pub enum Content {
-    /// These files and no others.
+    /// Exactly these files.
     Tree(Vec<Entry>),
     /// Space in memory.
     Memory {
@@ -63,11 +63,11 @@ pub enum Content {
 /// The volumes of the guest.
 pub struct Volumes {
     shared: Arc<Shared>,
-    // Never held across an await.
+    // The lock is never held across an await.
     known: Mutex<HashMap<Id, Arc<Volume>>>,
 }
 
-/// Whether it exists. Held over awaits on purpose: requests for one volume run one at a time.
+/// Whether a volume exists. The lock is held across awaits on purpose: requests for one volume run one at a time.
 type Volume = AsyncMutex<bool>;
 
 impl Volumes {
@@ -123,12 +123,12 @@ fn make_dir(dir: &Path) -> Result<(), Failure> {
     fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))
 }
 
-/// Mounts a volume's disk. Blocks on the disk: for workers.
+/// Mounts a volume's disk. Blocks on the disk, so only workers call it.
 fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), Failure> {
     make_dir(dir)?;
     let flags = if disk.read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-    // The disk is sparse on the host: the kernel must not fill a new one's inode tables with zeros in the
-    // background, and must discard deleted blocks.
+    // The disk is sparse on the host: the kernel must not fill a new disk's inode tables with zeros in the background,
+    // and must discard deleted blocks.
     let options = if disk.fstype == "ext4" { "noinit_itable,discard" } else { "" };
     mount(Some(node), dir, Some(disk.fstype.as_str()), flags, Some(options)).map_err(internal(format!(
         "cannot mount {} as {} on {}",
@@ -139,7 +139,7 @@ fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), 
     if disk.read_only {
         return Ok(());
     }
-    // Created by mkfs. It may not be empty.
+    // mkfs creates this directory, which may not be empty.
     let _ = fs::remove_dir(dir.join("lost+found"));
     let owned = owner.apply_to(dir);
     if owned.is_err() {
@@ -149,7 +149,7 @@ fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), 
     owned
 }
 
-/// Replaces the source of each mount from inside a volume by one that no container can change.
+/// Replaces each mount source inside a volume by one that no container can change.
 ///
 /// Containers can write to volumes, including symlinks: the path is resolved within the volume, and its
 /// target is mounted in the container's own directory.
@@ -162,6 +162,41 @@ pub fn stage(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
         let staged = dir.volume(n);
         bind_inside(&volume, &sub_path, &staged)?;
         mount.set_source(Some(staged));
+    }
+    Ok(())
+}
+
+/// Gives each mount of an image's volume ([`IMAGE_VOLUME`]) a directory with a copy of the image's files at the mount's
+/// target. The directory is beside the upper directory of the container's overlay, so it is removed and counted with
+/// it, and can be the upper directory of another overlay. If the root is not an overlay, the directory in the root
+/// itself is used.
+pub fn from_image(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
+    let (rootfs, beside) = (dir.rootfs(), dir.writable());
+    for (n, mount) in mounts.iter_mut().enumerate() {
+        if mount.source().as_deref() != Some(Path::new(IMAGE_VOLUME)) {
+            continue;
+        }
+        let at = mount.destination().clone();
+        let failed = |action: &str| format!("cannot {action} the image's volume {}", at.display());
+        let pathrs = |action: &str| internal::<pathrs::error::Error>(failed(action));
+        // The image is not trusted: its symbolic links are resolved only inside it.
+        let root = Root::open(&rootfs).map_err(pathrs("open"))?;
+        let found = root.resolve(&at).ok().filter(|found| path_of(found).is_dir());
+        let source = if beside == rootfs {
+            let found = match found {
+                Some(found) => found,
+                None => root.mkdir_all(&at, &fs::Permissions::from_mode(0o755)).map_err(pathrs("create"))?,
+            };
+            fs::read_link(path_of(&found)).map_err(internal(failed("find")))?
+        } else {
+            let source = beside.join(format!("v{n}"));
+            fs::create_dir(&source).map_err(internal(failed("create")))?;
+            if let Some(found) = found {
+                copy::tree(&path_of(&found), &source).map_err(internal(failed("copy")))?;
+            }
+            source
+        };
+        mount.set_source(Some(source));
     }
     Ok(())
 }
@@ -183,7 +218,7 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         Err(error) if matches!(error.kind(), ErrorKind::OsError(Some(libc::ENOENT))) => {
             let made =
                 root.mkdir_all(sub_path, &fs::Permissions::from_mode(0o755)).map_err(failed("create"))?;
-            // As kubelet does: with the volume's own permissions.
+            // As in kubelet: with the volume's own permissions.
             fs::metadata(volume)
                 .and_then(|volume| fs::set_permissions(path_of(&made), volume.permissions()))
                 .map_err(internal(format!("cannot set the permissions of {}", sub_path.display())))?;
@@ -198,7 +233,7 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         .map_err(internal(format!("cannot mount {} of {}", sub_path.display(), volume.display())))
 }
 
-/// Returns a path to an open handle, independent of its current location.
+/// Returns a path to an open handle that is independent of its current location.
 fn path_of(handle: &Handle) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", handle.as_fd().as_raw_fd()))
 }

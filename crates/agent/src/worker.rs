@@ -8,8 +8,7 @@
 //!    └── adopts the orphaned init as PID 1 does
 //! ```
 //!
-//! An error in the runtime ends the worker, not the guest. Forking is safe because the agent has only one
-//! thread.
+//! An error in the runtime ends the worker, not the guest. Forking is safe because the agent has only one thread.
 
 use std::{
     io::{self, Write as _},
@@ -34,38 +33,38 @@ use crate::{
     sync::watched,
 };
 
-/// Longest report, bytes: fits into a pipe without a reader, so a worker never blocks.
+/// The longest report, bytes. It fits in a pipe without a reader, so a worker never blocks.
 const MAX_REPORT: usize = 60 << 10;
-/// Longest text of causes that is read, bytes.
+/// The longest text of causes that is read, bytes.
 const MAX_CAUSES: usize = 64 << 10;
-/// Most workers at a time. More would only compete for the few virtual CPUs.
+/// The most workers at a time. More would only compete for the few virtual CPUs.
 const PARALLEL: usize = 4;
 
-/// Forks workers and receives their reports.
+/// The workers: forks them and receives their reports.
 pub struct Workers {
     reaper: Arc<Reaper>,
     places: Semaphore,
 }
 
-/// Results of a worker.
+/// The results of a worker.
 pub struct Done<T> {
-    /// Its report.
+    /// The worker's report.
     pub result: Result<T, Failure>,
-    /// A point before the fork, to claim the processes that the worker created.
+    /// A point before the fork, by which the processes that the worker created are claimed.
     pub since: Since,
-    /// The pipe of causes that the worker and its descendants write to; closed when the last of them has
-    /// executed another program or exited.
+    /// The pipe of causes that the worker and its descendants write to. It is closed when the last of them has executed
+    /// another program or exited.
     pub causes: Causes,
 }
 
 impl Workers {
-    /// Creates a set of workers; `reaper` reports their exits.
+    /// Creates a set of workers, whose exits `reaper` reports.
     pub fn new(reaper: Arc<Reaper>) -> Self {
         Self { reaper, places: Semaphore::new(PARALLEL) }
     }
 
-    /// Runs `job` in a worker that keeps the descriptors `keep` and no others of the agent: another one would
-    /// keep another container's pipe open.
+    /// Runs `job` in a worker that keeps only the descriptors `keep` of the agent: any other would keep another
+    /// container's pipe open.
     pub async fn run<T, F>(&self, keep: &[BorrowedFd<'_>], job: F) -> Result<Done<T>, Failure>
     where
         T: Serialize + DeserializeOwned,
@@ -74,7 +73,7 @@ impl Workers {
         let _place = self.places.acquire().await.map_err(internal("cannot wait for a worker"))?;
         let (report, report_end) = new_pipe()?;
         let (causes, causes_end) = new_pipe()?;
-        // The read ends never block; the write end of the causes drops what does not fit.
+        // The read ends never block, and the write end of the causes drops what does not fit.
         for fd in [&report, &causes, &causes_end] {
             fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
                 .map_err(internal("cannot prepare a worker's pipes"))?;
@@ -101,7 +100,7 @@ impl Workers {
             biased;
             complete = report.completed() => complete,
             died = death => match (report.pull(), died) {
-                // It may have reported and exited before this was polled again.
+                // The worker may have reported and exited before this was polled again.
                 (Ok(true), _) => Ok(()),
                 (Err(failure), _) => Err(failure),
                 (Ok(false), Ok(death)) => {
@@ -133,7 +132,7 @@ fn work<T: Serialize>(
         Ok(bytes) if bytes.len() <= MAX_REPORT => bytes,
         _ => Vec::new(),
     };
-    // Fits: at most MAX_REPORT.
+    // The length fits: it is at most MAX_REPORT.
     let length = encoded.len() as u32;
     let mut report = io::PipeWriter::from(report);
     let _ = report.write_all(&[&length.to_le_bytes()[..], &encoded].concat());
@@ -167,7 +166,7 @@ impl Report {
         Ok(Self { pipe: watched(pipe, Interest::READABLE)?, bytes: Vec::new() })
     }
 
-    /// Waits until it is complete. The caller watches for a worker that exits first.
+    /// Waits until the report is complete. The caller watches for a worker that exits first.
     async fn completed(&mut self) -> Result<(), Failure> {
         loop {
             if self.pull()? {
@@ -179,13 +178,13 @@ impl Report {
             guard.clear_ready();
             drop(guard);
             if closed && !self.pull()? {
-                // Closed without a report: the worker's exit status explains more.
+                // The pipe was closed without a report: the worker's exit status explains more.
                 return std::future::pending().await;
             }
         }
     }
 
-    /// Reads what is in the pipe; returns whether the report is complete.
+    /// Reads the bytes in the pipe; returns whether the report is complete.
     fn pull(&mut self) -> Result<bool, Failure> {
         read_now(self.pipe.get_ref(), &mut self.bytes, MAX_REPORT + size_of::<u32>());
         let Some((length, body)) = self.bytes.split_first_chunk() else { return Ok(false) };
@@ -203,7 +202,7 @@ impl Report {
     }
 }
 
-/// Appends what a non-blocking `pipe` contains now, up to `max` bytes in all. Reads directly: the async
+/// Appends the bytes that a non-blocking `pipe` contains now, up to `max` bytes in all. Reads directly: the async
 /// runtime's knowledge of the pipe may be outdated.
 fn read_now(pipe: &OwnedFd, bytes: &mut Vec<u8>, max: usize) {
     let mut chunk = [0; 4096];

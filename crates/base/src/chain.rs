@@ -23,7 +23,7 @@ mod tests {
 
     use super::chain;
 
-    /// Says what was attempted; `quotes` its source, too.
+    /// An error that says what was attempted; with `quotes`, it also quotes its source.
     #[derive(Debug)]
     struct Attempt {
         quotes: bool,

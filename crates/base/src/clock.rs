@@ -31,7 +31,7 @@ mod tests {
         assert_eq!(plausible(now - 5, now - 9), now - 5);
         assert_eq!(plausible(0, now - 9), now - 9);
         assert!(plausible(u64::MAX, now - 9) <= now_ns());
-        // The clock was set back since.
+        // The clock was set back since then.
         assert!(plausible(now, now + 3_600_000_000_000) <= now_ns());
     }
 }

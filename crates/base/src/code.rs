@@ -1,11 +1,11 @@
 //! gRPC codes of errors.
 
-/// The gRPC codes that this daemon returns; containerd acts on them.
+/// The gRPC codes that this daemon returns, on which containerd acts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Code {
-    /// No such pod, container or process.
+    /// There is no such pod, container or process.
     NotFound,
-    /// It already exists.
+    /// The object already exists.
     AlreadyExists,
     /// The request is invalid in any state.
     InvalidArgument,
@@ -17,8 +17,8 @@ pub enum Code {
     DeadlineExceeded,
     /// The peer is unavailable; a retry may help.
     Unavailable,
-    /// Not implemented.
+    /// The request is not implemented.
     Unimplemented,
-    /// A fault of the daemon or the host.
+    /// The daemon or the host has failed.
     Internal,
 }

@@ -1,8 +1,8 @@
-//! Sets of the host's CPUs and of its memory nodes, as the kernel, control groups and CRI write them: `0-3,7`.
+//! Sets of the host's CPUs and of its memory nodes, in the format of the kernel, control groups and CRI: `0-3,7`.
 
 use std::{collections::BTreeSet, fmt};
 
-/// Maximum number of CPUs in Linux.
+/// The maximum number of CPUs in Linux.
 const MAX_CPUS: u32 = 8192;
 
 /// A set of CPUs or of memory nodes, never empty.
@@ -24,34 +24,34 @@ impl Cpus {
         (!set.is_empty()).then_some(Self(set))
     }
 
-    /// Returns the set with this one member; `None` if the kernel has no such.
+    /// Returns the set with this one member; `None` if it exceeds the kernel's maximum.
     pub fn one(member: u32) -> Option<Self> {
         (member < MAX_CPUS).then(|| Self(BTreeSet::from([member])))
     }
 
-    /// Returns those that are not in `other`; `None` if there are none.
+    /// Returns the members that are not in `other`; `None` if there are none.
     pub fn without(&self, other: Option<&Cpus>) -> Option<Self> {
         let is_other = |cpu: &u32| other.is_some_and(|other| other.0.contains(cpu));
         let rest: BTreeSet<u32> = self.0.iter().copied().filter(|cpu| !is_other(cpu)).collect();
         (!rest.is_empty()).then_some(Self(rest))
     }
 
-    /// Returns whether all of them are in `other`.
+    /// Returns whether all members are in `other`.
     pub fn is_within(&self, other: &Cpus) -> bool {
         self.0.is_subset(&other.0)
     }
 
-    /// Returns how many there are, at least 1.
+    /// Returns the number of members, at least 1.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns them in ascending order.
+    /// Returns the members in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         self.0.iter().copied()
     }
 
-    /// Returns the union of the sets; `None`, meaning all CPUs, without sets or if one is missing.
+    /// Returns the union of the sets. `None`, which means all CPUs, if there are no sets or one is missing.
     pub fn union(sets: impl IntoIterator<Item = Option<Cpus>>) -> Option<Self> {
         let all = sets.into_iter().collect::<Option<Vec<_>>>()?;
         let union: BTreeSet<u32> = all.into_iter().flat_map(|cpus| cpus.0).collect();

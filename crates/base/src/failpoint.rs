@@ -1,25 +1,57 @@
-//! Points at which tests kill this process, to test the recovery by the next one. Only in builds with the
-//! feature `failpoints`; in all others [`pass`] does nothing.
+//! Points at which tests kill this process, to test the recovery by the next one, or at which an operation fails. They
+//! exist only in builds with the feature `failpoints`; in all others [`pass`] and [`fail`] do nothing.
 //!
-//! The directory that `SANDBOXER_FAILPOINTS` names holds two files. `armed` has one point a line: each worker removes
-//! the first line and dies when it reaches that point. `passed` gets the name of every point that workers
-//! reach, in the order of their first passes. A third, optional one, `clock`, has the seconds by which the wall clock is
-//! wrong.
+//! The directory that `SANDBOXER_FAILPOINTS` names holds these files. `armed` has one point per line: each worker
+//! removes the first line and dies when it reaches that point. `passed` gets the name of every point that workers
+//! reach, in the order of their first passes. `died` gets the name of the last point at which a worker has died. The
+//! optional file `clock` has the number of seconds by which the wall clock is wrong.
 
-use std::{fmt, time::SystemTime};
+use std::{fmt, io, path::Path, time::SystemTime};
 
-/// Passes a point. Its name is what has happened, or is about to.
+/// Passes a point. Its name is the event that has happened, or is about to.
 #[cfg(not(feature = "failpoints"))]
 #[inline(always)]
 pub fn pass(_: fmt::Arguments<'_>) {}
 
-/// Passes a point. Its name is what has happened, or is about to.
+/// Passes a point. Its name is the event that has happened, or is about to.
 #[cfg(feature = "failpoints")]
 pub fn pass(point: fmt::Arguments<'_>) {
     if let Some(points) = &*armed::POINTS {
         points.pass(point.to_string());
     }
 }
+
+/// Passes a point at which a system call may fail. The armed line is then the error's number, a space, and the point's
+/// name.
+#[cfg(not(feature = "failpoints"))]
+#[inline(always)]
+pub fn fails(_: fmt::Arguments<'_>) -> io::Result<()> {
+    Ok(())
+}
+
+/// Passes a point at which a system call may fail. The armed line is then the error's number, a space, and the point's
+/// name.
+#[cfg(feature = "failpoints")]
+pub fn fails(point: fmt::Arguments<'_>) -> io::Result<()> {
+    pass(point);
+    armed::POINTS.as_ref().map_or(Ok(()), |points| points.fails(&point.to_string()))
+}
+
+/// Fails if a test has injected an error here for `path`. `point` is the operation about to be done.
+#[cfg(not(feature = "failpoints"))]
+#[inline(always)]
+pub fn fail(_: &'static str, _: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+/// Fails if a test has injected an error here for `path`. `point` is the operation about to be done.
+#[cfg(feature = "failpoints")]
+pub fn fail(point: &'static str, path: &Path) -> io::Result<()> {
+    injected::at(point, path)
+}
+
+#[cfg(feature = "failpoints")]
+pub use injected::{Injection, inject};
 
 /// Returns the wall clock's time.
 #[cfg(not(feature = "failpoints"))]
@@ -35,6 +67,73 @@ pub fn shifted(now: SystemTime) -> SystemTime {
 }
 
 #[cfg(feature = "failpoints")]
+mod injected {
+    use std::{
+        io,
+        path::Path,
+        sync::{
+            Mutex, PoisonError,
+            atomic::{AtomicU64, Ordering},
+        },
+    };
+
+    struct Armed {
+        number: u64,
+        point: &'static str,
+        part: String,
+        errno: i32,
+        left: usize,
+    }
+
+    // The lock is held for a look-up, never across an await.
+    static ARMED: Mutex<Vec<Armed>> = Mutex::new(Vec::new());
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+
+    /// An injected error, which lasts until this is dropped.
+    #[derive(Debug)]
+    #[must_use]
+    pub struct Injection(u64);
+
+    impl Injection {
+        /// Returns whether the error has occurred as often as it should.
+        pub fn is_used_up(&self) -> bool {
+            let armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
+            armed.iter().all(|armed| armed.number != self.0 || armed.left == 0)
+        }
+    }
+
+    impl Drop for Injection {
+        fn drop(&mut self) {
+            ARMED.lock().unwrap_or_else(PoisonError::into_inner).retain(|armed| armed.number != self.0);
+        }
+    }
+
+    /// Makes the next `times` passes of `point` fail with `errno`, for paths that contain `part`: several tests run in
+    /// one process.
+    pub fn inject(point: &'static str, part: &str, errno: i32, times: usize) -> Injection {
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let armed = Armed { number, point, part: part.to_owned(), errno, left: times };
+        ARMED.lock().unwrap_or_else(PoisonError::into_inner).push(armed);
+        Injection(number)
+    }
+
+    pub fn at(point: &str, path: &Path) -> io::Result<()> {
+        let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
+        let path = path.to_string_lossy();
+        let hit = armed
+            .iter_mut()
+            .find(|armed| armed.left > 0 && armed.point == point && path.contains(armed.part.as_str()));
+        match hit {
+            None => Ok(()),
+            Some(hit) => {
+                hit.left -= 1;
+                Err(io::Error::from_raw_os_error(hit.errno))
+            }
+        }
+    }
+}
+
+#[cfg(feature = "failpoints")]
 mod armed {
     use std::{
         collections::HashSet,
@@ -45,14 +144,14 @@ mod armed {
         time::{Duration, Instant, SystemTime},
     };
 
-    /// Minimum life of a worker: the front restarts one that ran for a second without a pause.
+    /// The minimum life of a worker: the front restarts one that ran for a second without a pause.
     const LIFE: Duration = Duration::from_millis(1100);
 
     pub struct Points {
         dir: PathBuf,
         since: Instant,
         armed: Option<String>,
-        // Held while a line is written, never across an await.
+        // The lock is held while a line is written, never across an await.
         passed: Mutex<HashSet<String>>,
     }
 
@@ -81,9 +180,19 @@ mod armed {
             if seconds < 0 { now - by } else { now + by }
         }
 
+        pub fn fails(&self, point: &str) -> io::Result<()> {
+            let armed = self.armed.as_ref().and_then(|armed| armed.split_once(' '));
+            match armed.filter(|(_, of)| *of == point).and_then(|(number, _)| number.parse().ok()) {
+                Some(number) => Err(io::Error::from_raw_os_error(number)),
+                None => Ok(()),
+            }
+        }
+
+        #[expect(clippy::disallowed_methods, reason = "it waits for time to pass, and then dies")]
         pub fn pass(&self, point: String) {
             if self.armed.as_ref() == Some(&point) {
                 std::thread::sleep(LIFE.saturating_sub(self.since.elapsed()));
+                let _ = fs::write(self.dir.join("died"), &point);
                 let _ =
                     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
             }

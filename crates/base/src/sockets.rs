@@ -1,8 +1,8 @@
 //! File names of the daemon's sockets in its run directory.
 
-/// containerd's sandbox controller, gRPC.
+/// The socket of containerd's sandbox controller, gRPC.
 pub const CONTROLLER: &str = "controller.sock";
-/// containerd's task service, ttrpc.
+/// The socket of containerd's task service, ttrpc.
 pub const TASK: &str = "task.sock";
-/// The admin service, gRPC.
+/// The socket of the admin service, gRPC.
 pub const ADMIN: &str = "admin.sock";

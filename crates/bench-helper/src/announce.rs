@@ -1,4 +1,4 @@
-//! Reports when a port is listened on, without a connection: some servers fail on a connection without a request.
+//! Reports when a port is listened on, without connecting: some servers fail on a connection without a request.
 
 use std::fs;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use anyhow::{Result, bail};
 use rustix::thread::{ClockId, clock_nanosleep_relative};
 use rustix::time::Timespec;
 
-/// Polling interval: the kernel has no notification for it.
+/// Polling interval: the kernel has no notification for a new listener.
 const LOOK_NS: i64 = 20_000_000;
 /// Number of polls: five minutes.
 const LOOKS: u32 = 15_000;
-/// The kernel's number of the state LISTEN.
+/// Number of the kernel's state LISTEN, as /proc shows it.
 const LISTEN: &str = "0A";
 
 /// Print a line of JSON on stderr when a process in this network namespace listens on a TCP port

@@ -10,7 +10,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::result::{Line, Times};
 
-/// Calls between two clock readings: a reading costs a fifth of a call.
+/// Number of calls between two clock readings: a reading costs a fifth of a call.
 const BATCH: u32 = 100;
 /// Step in which pages are touched, bytes.
 const PAGE: usize = 4096;
@@ -68,11 +68,11 @@ pub fn open(args: &OpenArgs) -> Result<()> {
 
 fn allocate(size: usize) -> Result<()> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: the kernel chooses a place where nothing is mapped.
+    // SAFETY: the kernel chooses a range where nothing is mapped.
     let start = unsafe { mmap_anonymous(std::ptr::null_mut(), size, access, MapFlags::PRIVATE) }
         .context("cannot map memory")?;
     for offset in (0..size).step_by(PAGE) {
-        // SAFETY: within the mapping of `size` bytes, which is writable and known to nobody else.
+        // SAFETY: within the mapping of `size` bytes, which is writable and not shared.
         unsafe { start.cast::<u8>().add(offset).write_volatile(1) };
     }
     // SAFETY: all of the mapping, to which no reference exists.

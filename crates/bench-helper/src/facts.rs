@@ -10,18 +10,18 @@ use serde::Serialize;
 /// Limits above this mean none: cgroup v1 has a number for "unlimited".
 const UNLIMITED: u64 = 1 << 60;
 
-/// Processors and memory of a container; a limit that is not set, or that the runtime does not show, is `None`.
+/// Processors and memory of a container. A limit that is not set or that the runtime does not show is `None`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Facts {
-    /// Processors that its processes may run on.
+    /// Number of processors on which the container's processes may run.
     pub cpus: usize,
-    /// CPU time per second of time, by its quota.
+    /// CPU time per second by the container's quota.
     pub quota_cpus: Option<f64>,
-    /// Limit of its memory, bytes.
+    /// Memory limit of the container, bytes.
     pub memory_limit: Option<u64>,
-    /// Memory of the kernel that it runs on, bytes.
+    /// Memory of the kernel on which the container runs, bytes.
     pub memory_total: Option<u64>,
-    /// Release of the kernel that it runs on.
+    /// Release of the kernel on which the container runs.
     pub kernel: Option<String>,
 }
 
@@ -31,7 +31,7 @@ impl Facts {
         Self::read(Path::new("/"))
     }
 
-    /// Reads them below `root`; processors are always those of this process.
+    /// Reads the facts below `root`; the processors are always this process's.
     fn read(root: &Path) -> Self {
         let text = |path: &str| fs::read_to_string(root.join(path)).ok().map(|text| text.trim().to_owned());
         let v2 = text("sys/fs/cgroup/cpu.max").and_then(|max| quota_of_v2(&max));
@@ -55,30 +55,30 @@ impl Facts {
         }
     }
 
-    /// Prints them as `{"bench_facts":{…}}`, on stdout.
+    /// Prints the facts on stdout as `{"bench_facts":{…}}`.
     pub fn print(&self) -> Result<()> {
         writeln!(std::io::stdout(), "{}", self.line()?).context("cannot print the facts")
     }
 
-    /// Returns them as a line of JSON.
+    /// Returns the facts as a line of JSON.
     pub fn line(&self) -> Result<String> {
         Ok(serde_json::to_string(&serde_json::json!({ "bench_facts": self }))?)
     }
 }
 
-/// Returns the processors of the CPU affinity; a quota does not change them.
+/// Returns the number of processors in the CPU affinity; a quota does not change it.
 fn cpus() -> usize {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize)
 }
 
-/// Parses "200000 100000", µs; `None` for "max 100000".
+/// Parses a quota such as "200000 100000", µs; `None` for "max 100000".
 fn quota_of_v2(text: &str) -> Option<f64> {
     let (quota, period) = text.split_once(' ')?;
     let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
     (period > 0.0).then(|| quota / period)
 }
 
-/// Returns the bytes of the kernel's `MemTotal: N kB`.
+/// Parses the kernel's `MemTotal: N kB` to bytes.
 fn total_of(memory: &str) -> Option<u64> {
     let line = memory.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -9,7 +9,7 @@ use rustix::time::{ClockId, Timespec, clock_gettime};
 
 use crate::result::{Line, Times};
 
-/// A frame that is later than this is late.
+/// Lateness above which a frame counts as late.
 const LATE: Duration = Duration::from_millis(1);
 
 /// Do work at each tick of a clock, like a player or a control loop
@@ -26,7 +26,7 @@ pub struct Args {
     seconds: f64,
 }
 
-/// Runs and prints. Lateness is the end of a frame's work after its ideal end.
+/// Measures and prints. Lateness is the time between the ideal and the real end of a frame's work.
 pub fn run(args: &Args) -> Result<()> {
     let period = Duration::from_secs(1) / args.hz;
     let work = Duration::try_from_secs_f64(args.work_ms / 1e3).context("--work-ms takes ms from 0 up")?;
@@ -75,7 +75,7 @@ fn spin(rounds: u64) {
     }
 }
 
-/// Returns how many rounds take this long, from the fastest of several tries.
+/// Returns the number of rounds that take this long, from the fastest of several tries.
 fn calibrate(work: Duration) -> u64 {
     const TRY: u64 = 200_000;
     let times = (0..20).map(|_| {

@@ -1,4 +1,5 @@
-//! Runs one command in a VM, as the unit `bench.service`: reads it from a disk and sends its output and exit code over a port.
+//! Runs one command in a VM, as the unit `bench.service`: reads the command from a disk, and sends its output and exit
+//! code over a port.
 //!
 //! | on the host | in the guest |
 //! |---|---|
@@ -21,9 +22,9 @@ use serde::Deserialize;
 
 /// Maximum size of a command, bytes.
 const MAX_COMMAND: u64 = 64 << 10;
-/// Maximum bytes of output in a frame.
+/// Maximum size of the output in a frame, bytes.
 const MAX_FRAME: usize = 16 << 10;
-/// How long output is waited for after the command's end: a process that it started may still hold its end.
+/// Timeout of output after the command's end: a process that it started may still hold the pipe's end.
 const OUTPUT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Exit code if the command cannot be run.
 const CANNOT_RUN: i32 = 125;
@@ -47,13 +48,13 @@ struct Task {
 /// A message to the host: its kind, the length of its content (4 bytes, big endian), and the content.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Frame<'a> {
-    /// The unit runs. No content.
+    /// The unit runs; without content.
     Begun,
-    /// Output on stdout.
+    /// Output of the command on stdout.
     Stdout(&'a [u8]),
-    /// Output on stderr.
+    /// Output of the command on stderr.
     Stderr(&'a [u8]),
-    /// Exit code, 4 bytes, big endian. The last frame.
+    /// Exit code of the command, 4 bytes, big endian. This is the last frame.
     Exit(i32),
 }
 
@@ -122,7 +123,7 @@ fn read_task(path: &Path) -> Result<Task> {
     Ok(task)
 }
 
-/// Runs the command and sends its output; returns its exit code, 128 and its number for a signal.
+/// Runs the command and sends its output. Returns its exit code, or 128 plus the number of the signal.
 fn execute(task: &Task, port: &mut impl Write) -> Result<i32> {
     let mut command = Command::new(&task.command[0]);
     command.args(&task.command[1..]).env_clear().env("PATH", crate::native::PATH).env("HOME", "/root");
@@ -135,7 +136,7 @@ fn execute(task: &Task, port: &mut impl Write) -> Result<i32> {
         forward(stderr, to.clone(), Message::Stderr);
     }
     std::thread::spawn(move || {
-        // Without a receiver the command's end is of no use.
+        // The send only fails if the receiver is gone; then nobody needs the command's end.
         let _ = to.send(Message::Ended(child.wait()));
     });
     let mut ended = None;
@@ -191,7 +192,7 @@ fn disk(sysfs: &Path, serial: &str) -> Option<String> {
     named(&sysfs.join("block"), "serial", serial)
 }
 
-/// Returns the entry of `directory` in which `file` has this text.
+/// Returns the entry of `directory` in which `file` contains `text`.
 fn named(directory: &Path, file: &str, text: &str) -> Option<String> {
     let mut entries = fs::read_dir(directory).ok()?.flatten();
     let entry = entries
@@ -203,7 +204,7 @@ fn named(directory: &Path, file: &str, text: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// A VM with a port and these disks, as files.
+    /// Creates a VM's devices as files: a port and these disks.
     fn vm(disks: &[(&str, &str)]) -> (tempfile::TempDir, Args) {
         let dir = tempfile::tempdir().unwrap();
         let (sysfs, devices) = (dir.path().join("sys"), dir.path().join("dev"));
@@ -220,7 +221,7 @@ mod tests {
         (dir, Args { sysfs, devices })
     }
 
-    /// Returns what the port received: kinds, and contents together.
+    /// Returns what the port received: the frames' kinds, and their contents concatenated.
     fn sent(args: &Args) -> (String, String) {
         let bytes = fs::read(args.devices.join("vport0p1")).unwrap();
         let (mut kinds, mut text, mut rest) = (String::new(), String::new(), &bytes[..]);

@@ -1,4 +1,4 @@
-//! Measurements that distributions have no tool for, inside a container of any runtime: prints one line of JSON.
+//! Measurements for which distributions have no tool, inside a container of any runtime: prints one line of JSON.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -6,13 +6,13 @@
 //! | [`run`], [`announce`] | runs a tool after printing the facts; reports when it listens |
 //! | [`native`] | runs a command on the host in the unpacked image |
 //! | [`guest`] | runs a command in a VM |
-//! | [`calls`] | cost of a system call, of an allocation, of an opened file |
+//! | [`calls`] | cost of a system call, of an allocation, of opening a file |
 //! | [`frames`], [`spin`] | late frames, stolen time |
 //! | [`mixed`] | small files, created, read, appended to and deleted |
 //! | [`pipeline`] | the steps of a C++ build job |
 //! | [`stream`] | TCP by message size, both ways |
 //! | [`transactions`] | open-loop load over a working set |
-//! | [`result`] | the line |
+//! | [`result`] | the printed line |
 
 mod announce;
 mod calls;

@@ -1,5 +1,6 @@
-//! Small files that are created, read, appended to and deleted, as on a mail server. The mix is that of PostMark's default: each
-//! transaction reads a file or appends to one, and creates a file or deletes one. PostMark itself counts whole seconds.
+//! Small files that are created, read, appended to and deleted, as on a mail server. The mix is PostMark's default:
+//! each transaction reads a file or appends to one, and creates a file or deletes one. PostMark itself only counts
+//! whole seconds.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
@@ -12,7 +13,7 @@ use rand::{Rng, RngExt, SeedableRng};
 
 use crate::result::{Line, Times};
 
-/// Subdirectories, so that no directory is large.
+/// Number of subdirectories, so that no directory is large.
 const DIRECTORIES: u64 = 10;
 
 /// Measure creating, reading, appending to and deleting small files in the current directory
@@ -32,7 +33,7 @@ pub struct Args {
     max: usize,
 }
 
-/// Measures. The time includes writing everything to the disk at the end.
+/// Measures and prints. The time includes writing everything to the disk at the end.
 pub fn run(args: &Args) -> Result<()> {
     measure(args, Path::new("."))?.print()
 }
@@ -50,7 +51,7 @@ fn measure(args: &Args, parent: &Path) -> Result<Line> {
     Ok(line)
 }
 
-/// The files.
+/// The existing files.
 struct Pool<'a> {
     args: &'a Args,
     dir: PathBuf,
@@ -118,7 +119,7 @@ impl<'a> Pool<'a> {
             with(&file, appended)?;
             self.written += size as u64;
         }
-        // Neither grows nor ends.
+        // The number of files neither grows without bound nor falls to zero.
         let few = self.names.len() as u64 <= self.args.files / 2;
         if few || (self.random.random() && (self.names.len() as u64) < 2 * self.args.files) {
             return self.add();

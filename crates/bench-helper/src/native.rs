@@ -1,5 +1,5 @@
-//! Runs a command on the host as in a container of the same image: in its root, below its limits. The only namespace is one for
-//! mounts, so that they end with the command.
+//! Runs a command on the host as in a container of the same image: in the image's root, under cgroup limits. The only
+//! namespace is a mount namespace, so that the mounts end with the command.
 
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
@@ -12,21 +12,21 @@ use anyhow::{Context, Result};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change};
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
-/// Size of /dev/shm, as CRI runtimes give each container.
+/// Mount options of /dev/shm, as CRI runtimes give each container.
 const SHARED_MEMORY: &std::ffi::CStr = c"mode=1777,size=64m";
-/// As the image's configuration has it.
+/// Search path, as in the image's configuration.
 pub const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Run a command on this host in an unpacked image, below the limits of control groups (needs root)
+/// Run a command on this host in an unpacked image, under cgroup limits (needs root)
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The unpacked image
     #[arg(long)]
     root: PathBuf,
-    /// Control group to run in; one of each hierarchy with cgroup v1
+    /// Cgroup to run in; one of each hierarchy with cgroup v1
     #[arg(long = "cgroup", value_name = "DIR")]
     cgroups: Vec<PathBuf>,
-    /// Directory of the host, and where it is in the image; the latter must exist
+    /// Directory of the host and its path in the image, which must exist
     #[arg(long = "bind", value_name = "FROM=TO", value_parser = pair)]
     binds: Vec<(PathBuf, PathBuf)>,
     /// The command
@@ -42,7 +42,7 @@ fn pair(text: &str) -> Result<(PathBuf, PathBuf), String> {
 /// Executes the command. Returns only on failure.
 pub fn run(args: &Args) -> Result<()> {
     args.cgroups.iter().try_for_each(|group| join(group))?;
-    // SAFETY: it does not unshare the table of file descriptors.
+    // SAFETY: the call does not unshare the table of file descriptors.
     unsafe { unshare_unsafe(UnshareFlags::NEWNS) }
         .context("cannot make a mount namespace: run as root with CAP_SYS_ADMIN")?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
@@ -65,10 +65,10 @@ fn join(group: &Path) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Mounts the host's file systems and directories below the root; the limits are where a container's are.
+/// Mounts the host's file systems and directories below the root, with the limits where a container has them.
 fn mounts(args: &Args) -> Result<()> {
     let below = |path: &str| args.root.join(path);
-    // Opened now: their paths are hidden by the next mounts.
+    // Opened now: the next mounts hide their paths.
     let groups: Vec<(fs::File, &Path)> = args
         .cgroups
         .iter()
@@ -97,7 +97,7 @@ fn mounts(args: &Args) -> Result<()> {
         .try_for_each(|(from, to)| bind(from, &args.root.join(to.strip_prefix("/").unwrap_or(to))))
 }
 
-/// Returns the name of a hierarchy of cgroup v1, such as "cpu", from a path in it.
+/// Returns the name of a cgroup v1 hierarchy, such as "cpu", from a path in it.
 fn hierarchy(path: &Path) -> Option<&OsStr> {
     path.strip_prefix("/sys/fs/cgroup").ok()?.iter().next()
 }

@@ -1,5 +1,5 @@
-//! The steps of a build job: a small C++ program is compiled, tested, checked for leaks and by a static analyser, and its coverage is
-//! written as a page. The sources are in this program.
+//! The steps of a build job: compiles and tests a small C++ program, checks it for leaks and with a static analyser,
+//! and writes its coverage as a page. The sources are embedded in this program.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ const SOURCES: [(&str, &str); 4] = [
     ("catch_tests.cpp", include_str!("../pipeline/catch_tests.cpp")),
     ("plain_tests.cpp", include_str!("../pipeline/plain_tests.cpp")),
 ];
-/// Characters of a failed step's output in its error.
+/// Maximum number of characters of a failed step's output in an error.
 const SHOWN: usize = 500;
 
 /// Time the steps of a C++ build job in a new directory below the current one
@@ -31,19 +31,19 @@ pub struct Args {
     plain: bool,
 }
 
-/// Runs all steps. One that fails ends the job.
+/// Runs all steps. A failed step ends the job.
 pub fn run(args: &Args) -> Result<()> {
     let dir = Path::new("bench-pipeline");
     ensure!(!dir.exists(), "{} exists: a build begins without it", dir.display());
     let measured = job(dir, &steps(if args.catch { "catch_tests.cpp" } else { "plain_tests.cpp" }));
-    // Whether a step failed or not.
+    // Removes the directory whether or not a step failed.
     let removed = fs::remove_dir_all(dir).with_context(|| format!("cannot remove {}", dir.display()));
     let line = measured?;
     removed?;
     line.print()
 }
 
-/// Returns metric and command of each step: those of the thesis' job.
+/// Returns metric and command of each step, as in the thesis's job.
 fn steps(tests: &str) -> Vec<(&'static str, Vec<String>)> {
     let words = |text: &str| text.split(' ').map(str::to_owned).collect();
     vec![

@@ -13,7 +13,7 @@ const SHAPE: u32 = 1;
 /// Longest time in a histogram, ns: an hour.
 const LONGEST_NS: u64 = 3_600_000_000_000;
 
-/// A result.
+/// Result of a measurement.
 #[derive(Debug, Serialize)]
 pub struct Line {
     bench_helper: u32,
@@ -33,7 +33,7 @@ impl Line {
         self
     }
 
-    /// Prints it.
+    /// Prints the result on stdout.
     pub fn print(&self) -> Result<()> {
         ensure!(self.metrics.values().all(|value| value.is_finite()), "{} gave no finite figures", self.what);
         let line = serde_json::to_string(self)?;
@@ -41,7 +41,7 @@ impl Line {
     }
 }
 
-/// Times, to three digits.
+/// A histogram of times, to three digits.
 pub struct Times(Histogram<u64>);
 
 impl Times {
@@ -50,7 +50,7 @@ impl Times {
         Ok(Self(Histogram::new_with_bounds(1, LONGEST_NS, 3).context("cannot create a histogram")?))
     }
 
-    /// Adds a time; one of more than an hour counts as an hour.
+    /// Adds a time; a time of more than an hour counts as an hour.
     pub fn add(&mut self, time: Duration) {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(LONGEST_NS));
     }

@@ -1,6 +1,6 @@
 //! Runs a tool: prints the facts, runs preparation steps, then executes the tool in its place.
 //!
-//! So each run reports its resources, and the tool is the container's process, with its exit code and output.
+//! Each run thus reports its resources, and the tool is the container's process, with its exit code and output.
 
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::facts::Facts;
 
-/// Separator after a step.
+/// Word that ends a preparation step.
 const END_OF_STEP: &str = ";";
 
 /// Print this container's facts on stderr, then execute a tool
@@ -55,7 +55,7 @@ fn command(words: &[String]) -> Result<Command> {
     Ok(command)
 }
 
-/// Runs a step. Its output goes to stderr.
+/// Runs a preparation step. Its output goes to stderr.
 fn prepare(words: &[String]) -> Result<()> {
     let mut step = command(words)?;
     step.stdin(Stdio::null()).stdout(std::io::stderr());
@@ -64,7 +64,7 @@ fn prepare(words: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Starts a process that reports when the port is listened on: this one becomes the tool.
+/// Starts a process that reports when the port is listened on, because this one becomes the tool.
 fn announcer(port: u16) -> Result<()> {
     let mut announcer = Command::new("/proc/self/exe");
     announcer.arg("announce").arg(port.to_string()).stdin(Stdio::null()).stdout(Stdio::null());

@@ -1,4 +1,4 @@
-//! CPU time taken from a busy thread.
+//! CPU time taken away from a busy thread.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use crate::result::Line;
 
-/// Minimum gap between two clock readings; a timer interrupt takes less.
+/// Minimum gap between two clock readings that counts; a timer interrupt takes less.
 const GAP: Duration = Duration::from_micros(50);
 
 /// Read the clock in a loop and count gaps of more than 50 µs

@@ -1,7 +1,8 @@
 //! TCP throughput by message size, in both directions. Counts the received bytes.
 //!
-//! A client begins with the number of bytes that it wants, 8 bytes, little-endian. The server sends so many and closes. If it
-//! is zero the client sends until it closes its side, and the server answers with how many bytes it received.
+//! A client begins with the number of bytes that it requests, 8 bytes, little-endian. The server sends that many and
+//! closes. If the number is zero, the client sends until it closes its side, and the server replies with the number of
+//! bytes it received.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -13,7 +14,7 @@ use crate::result::Line;
 
 /// Default size of reads and writes, bytes.
 const BLOCK: usize = 128 << 10;
-/// Timeout for a silent peer.
+/// Timeout of a silent peer.
 const SILENCE: Duration = Duration::from_secs(30);
 
 /// Serve clients one after the other, for ever
@@ -70,7 +71,7 @@ fn answer(mut client: TcpStream) -> Result<()> {
     client.set_write_timeout(Some(SILENCE))?;
     let mut wanted = [0; 8];
     match client.read_exact(&mut wanted) {
-        // A client that only tested whether the server listens.
+        // The client only tested whether the server listens.
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(()),
         read => read?,
     }
@@ -152,7 +153,7 @@ pub fn receive(args: &ReceiveArgs) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Returns a server for so many clients.
+    /// Starts a server for `clients` clients.
     fn server(clients: usize) -> (SocketAddr, std::thread::JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

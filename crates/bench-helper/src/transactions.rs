@@ -1,4 +1,4 @@
-//! Open-loop load: transactions over a working set that arrive at a rate, whether or not the last one is done.
+//! Open-loop load: transactions over a working set that arrive at a rate, whether or not earlier ones are done.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -11,9 +11,9 @@ use rustix::time::Timespec;
 
 use crate::result::{Line, Times};
 
-/// Places of the working set that a transaction changes.
+/// Number of places in the working set that a transaction changes.
 const UPDATES: usize = 1000;
-/// Shorter waits spin: a sleep takes longer to end.
+/// Shortest wait that sleeps. Shorter waits spin, because a sleep ends later.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(200);
 
 /// Run memory-bound transactions that arrive at random at a mean rate
@@ -30,7 +30,7 @@ pub struct Args {
     working_set: u32,
 }
 
-/// Runs and prints. Latency is from the arrival, not from the begin: time in the queue counts.
+/// Measures and prints. Latency counts from the arrival, so it includes time in the queue.
 pub fn run(args: &Args) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     ensure!(args.rate.is_finite() && args.rate >= 0.0, "--rate takes a number from 0 up");

@@ -4,11 +4,11 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Instruction {
-    /// Operation: see [`code`].
+    /// The operation: see [`code`].
     pub code: u8,
-    /// Destination in the lower half, source in the upper.
+    /// The destination register in the lower half, the source in the upper.
     pub registers: u8,
-    /// Of a jump: instructions to skip; of an access: offset from the register, bytes.
+    /// For a jump, the number of instructions to skip; for an access, the offset from the register, bytes.
     pub offset: i16,
     /// A constant.
     pub immediate: i32,
@@ -19,7 +19,7 @@ pub const fn instruction(code: u8, to: u8, from: u8, offset: i16, immediate: i32
     Instruction { code, registers: to | from << 4, offset, immediate }
 }
 
-/// Codes of instructions, from linux/bpf.h and linux/bpf_common.h. Constants are extended by their sign.
+/// Codes of instructions, from linux/bpf.h and linux/bpf_common.h. Constants are sign-extended.
 #[expect(missing_docs, reason = "their names say it")]
 pub mod code {
     pub const LOAD_WORD: u8 = 0x61;

@@ -1,7 +1,7 @@
 //! Small BPF programs (bpf(2)): written by hand, loaded, attached.
 //!
-//! The daemon has one that selects a listening socket, the agent one that limits a container's devices. Both are
-//! a few instructions, without a compiler or an object file.
+//! The daemon has one program, which selects a listening socket. The agent has one, which limits a container's devices.
+//! Each has a few instructions, and needs no compiler or object file.
 
 use std::{
     io,
@@ -22,12 +22,12 @@ const MAP_TYPE_SOCKMAP: u32 = 15;
 /// Permits further programs on groups below, in addition to this one.
 const ALLOW_MULTI: u32 = 2;
 
-/// Type of a program.
+/// The type of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Controls the devices of a control group (Linux 4.15).
+    /// A program that controls the devices of a control group (Linux 4.15).
     CgroupDevice,
-    /// Selects the socket for a connection in a network namespace (Linux 5.9).
+    /// A program that selects the socket for a connection in a network namespace (Linux 5.9).
     SkLookup,
 }
 
@@ -90,7 +90,7 @@ impl Program {
         Ok(Self { fd: unsafe { bpf_fd(PROG_LOAD, &attributes) }?, kind })
     }
 
-    /// Attaches it to `target` (a network namespace) until the returned link is closed.
+    /// Attaches the program to `target` (a network namespace) until the returned link is closed.
     pub fn link(&self, target: impl AsFd) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct LinkCreate {
@@ -105,7 +105,7 @@ impl Program {
         unsafe { bpf_fd(LINK_CREATE, &attributes) }
     }
 
-    /// Attaches it to a control group, and those below it, for the group's lifetime.
+    /// Attaches the program to a control group, and to groups below it, for the group's lifetime.
     pub fn attach(&self, cgroup: impl AsFd) -> io::Result<()> {
         #[repr(C)]
         struct ProgramAttach {
@@ -165,10 +165,10 @@ fn number(fd: &impl AsRawFd) -> u32 {
     fd.as_raw_fd().cast_unsigned()
 }
 
-/// Calls bpf(2) with a command's part of the attributes; the kernel takes the rest as zero.
+/// Calls bpf(2) with a command's part of the attributes; the kernel treats the rest as zero.
 ///
 /// # Safety
-/// `attributes` must be those of `command`, with valid pointers.
+/// `attributes` must be the attributes of `command`, with valid pointers.
 unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_long> {
     // SAFETY: guaranteed by the caller; the kernel reads no more than the given size.
     match unsafe { libc::syscall(libc::SYS_bpf, command, attributes, size_of::<T>()) } {
@@ -180,11 +180,11 @@ unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_lo
 /// Same as [`bpf`], for commands that return a descriptor.
 ///
 /// # Safety
-/// As of [`bpf`].
+/// See [`bpf`].
 unsafe fn bpf_fd<T>(command: libc::c_long, attributes: &T) -> io::Result<OwnedFd> {
     // SAFETY: guaranteed by the caller.
     let fd = unsafe { bpf(command, attributes) }?;
     let fd = fd.try_into().map_err(io::Error::other)?;
-    // SAFETY: the kernel has just opened it; it has no other owner.
+    // SAFETY: the kernel has just opened the descriptor, which has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

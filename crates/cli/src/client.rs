@@ -15,33 +15,33 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-/// Deadline of the daemon's first answer; later messages of a stream have none.
+/// Deadline of the daemon's first response; later messages of a stream have none.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a request to the daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// No process listens.
+    /// No process listens on the socket.
     #[error(
         "no sandboxer daemon answers at {socket:?} ({cause}): start one, or set its admin socket with --socket or SANDBOXER_SOCKET"
     )]
     NoDaemon { socket: PathBuf, cause: &'static str },
-    /// No permission.
+    /// This user has no permission to connect.
     #[error("no permission to use {0:?}: only the daemon's user may connect, usually root")]
     NotPermitted(PathBuf),
-    /// Another error of connect(2).
+    /// connect(2) failed for another reason.
     #[error("cannot connect to {socket:?}")]
     Connect { socket: PathBuf, source: io::Error },
-    /// Connected, but it is no admin service, or the daemon ended.
+    /// The connection failed: the socket is no admin service, or the daemon ended.
     #[error("connection to the daemon at {socket:?} failed: is this its admin socket?")]
     Transport { socket: PathBuf, source: tonic::transport::Error },
-    /// The daemon's error.
+    /// The daemon returned an error.
     #[error("{0}")]
     Refused(String),
     /// The daemon closed the stream.
     #[error("the daemon closed the connection: {0}")]
     Lost(String),
-    /// No answer within the deadline.
+    /// The daemon did not respond within the deadline.
     #[error(
         "the daemon did not answer within {} s: see its log, it may still be adopting earlier pods",
         ANSWER_TIMEOUT.as_secs()
@@ -73,7 +73,7 @@ pub async fn connect(socket: &Path) -> Result<AdminClient<Channel>, ClientError>
         io::ErrorKind::PermissionDenied => ClientError::NotPermitted(socket.to_owned()),
         _ => ClientError::Connect { socket: socket.to_owned(), source },
     })?;
-    // There is only one connection: tonic calls this again only when it broke.
+    // There is only one connection: tonic calls this again only after it broke.
     let stream = Mutex::new(Some(TokioIo::new(stream)));
     let take = move |_| {
         let taken = stream.lock().ok().and_then(|mut stream| stream.take());

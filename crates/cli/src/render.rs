@@ -1,4 +1,4 @@
-//! Numbers, times and tables as text.
+//! Formats numbers, times and tables as text.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -6,14 +6,14 @@ use comfy_table::{ContentArrangement, Row, Table, presets};
 use jiff::{Timestamp, Unit, tz::TimeZone};
 use serde::Serialize;
 
-/// Characters of an id in a table; containerd's ids differ much earlier.
+/// Number of characters of an id in a table; containerd's ids differ much earlier.
 const SHORT_ID: usize = 13;
 
-/// Columns below which wrapping makes a table unreadable.
+/// Number of columns below which wrapping makes a table unreadable.
 const MIN_WIDTH: u16 = 40;
 
-/// Returns a table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
-/// one line, for `grep` and `awk`.
+/// Returns a table without lines. On a terminal, long cells wrap so that the table fits; elsewhere every row is one
+/// line, for `grep` and `awk`.
 pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item = R>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(header).add_rows(rows);
@@ -45,12 +45,12 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(print(&serde_json::to_string_pretty(value)?)?)
 }
 
-/// Returns the prefix of an id.
+/// Returns the displayed prefix of an id.
 pub fn short(id: &str) -> String {
     plain(&id.chars().take(SHORT_ID).collect::<String>())
 }
 
-/// Returns the time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
+/// Formats the time since `at_ns` (ns since 1970) in its two largest units: `3m12s`. `-` for 0.
 pub fn age(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -66,7 +66,7 @@ pub fn age(at_ns: u64) -> String {
     }
 }
 
-/// Returns a duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
+/// Formats a duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
 pub fn duration(ns: u64) -> String {
     // Each bound is where rounding to three digits would show 1000 of the unit.
     match ns {
@@ -77,7 +77,7 @@ pub fn duration(ns: u64) -> String {
     }
 }
 
-/// Returns a size in the largest unit that fits.
+/// Formats a size in the largest unit that fits.
 pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     let size = |power: usize| count as f64 / 1024_f64.powi(power as i32);
@@ -87,7 +87,7 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// Returns a size of `mib` MiB: `256 MiB`, `1.50 GiB`.
+/// Formats a size of `mib` MiB: `256 MiB`, `1.50 GiB`.
 pub fn mib(mib: u64) -> String {
     if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
 }
@@ -101,7 +101,7 @@ fn digits(value: f64, unit: &str) -> String {
     format!("{value:.decimals$} {unit}")
 }
 
-/// Returns a time (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
+/// Formats a time (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
 pub fn time(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -123,16 +123,16 @@ pub fn plain(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Makes control characters of a byte stream visible, except tabs and newlines.
-/// Control characters show as `^[`, the second set (U+0080–U+009F) as `M-^[`.
+/// Makes the control characters of a byte stream visible, except tabs and newlines. They show as `^[`, the second set
+/// (U+0080–U+009F) as `M-^[`.
 #[derive(Debug, Default)]
 pub struct Plain {
-    /// The last byte was the first of a control character of the second set.
+    /// Whether the last byte was the first of a control character of the second set.
     after_c2: bool,
 }
 
 impl Plain {
-    /// Returns `bytes` as they can be shown.
+    /// Returns `bytes` with control characters made visible.
     pub fn filter(&mut self, bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes.len());
         for &byte in bytes {
@@ -153,7 +153,7 @@ impl Plain {
         out
     }
 
-    /// Returns what was held back at the end of the stream.
+    /// Returns the bytes that were held back at the end of the stream.
     pub fn finish(&mut self) -> Vec<u8> {
         if std::mem::take(&mut self.after_c2) { vec![0xc2] } else { Vec::new() }
     }

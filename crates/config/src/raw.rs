@@ -1,4 +1,4 @@
-//! The configuration as written: TOML, all keys optional, unknown keys are errors.
+//! The configuration as written: TOML in which all keys are optional and unknown keys are errors.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,10 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use self::{bounds::Bounds, handler::RawHandler, placement::RawPlacement, traces::RawTraces};
+use self::{
+    bounds::Bounds, containers::RawContainers, handler::RawHandler, placement::RawPlacement,
+    traces::RawTraces,
+};
 use crate::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
     RootfsConfig, TemplateConfig, VhostNet, VmConfig, VmmChoice, VolumeConfig, WritableTo,
@@ -18,6 +21,7 @@ use crate::{
 };
 
 mod bounds;
+mod containers;
 mod handler;
 mod placement;
 mod traces;
@@ -25,33 +29,33 @@ mod traces;
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
 
-/// Why a configuration is invalid.
+/// The reason why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read configuration {path:?}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// It is not TOML, or has an unknown key or value.
+    /// The file is not TOML, or has an unknown key or value.
     #[error("configuration {place}: {reason}")]
     Parse {
-        /// The place.
+        /// The place of the error.
         place: Place,
-        /// The error with the key, and a suggestion.
+        /// The parser's error with the key, and a suggestion.
         reason: String,
     },
     /// A value is out of its bounds.
     #[error("configuration {place}: {key} is {found}, expected {takes}")]
     Value {
-        /// The place; without a line if the file does not set the key.
+        /// The place of the value, without a line if the file does not set the key.
         place: Place,
         /// The key, with its table.
         key: &'static str,
-        /// The value.
+        /// The value, as text.
         found: String,
         /// The accepted values.
         takes: &'static str,
@@ -61,14 +65,14 @@ pub enum ConfigError {
 /// A place in a file.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Place {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Line and column (characters), from 1.
+    /// Line and column (in characters), counted from 1.
     pub at: Option<(usize, usize)>,
 }
 
 impl Place {
-    /// Returns where byte `offset` of `text` is.
+    /// Returns the place of byte `offset` of `text`.
     fn new(path: &Path, text: &str, offset: Option<usize>) -> Self {
         let at = offset.and_then(|offset| text.get(..offset)).map(|before| {
             let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -88,11 +92,11 @@ impl fmt::Display for Place {
     }
 }
 
-/// Memory is plugged in multiples of this, MiB.
+/// Step in which memory is plugged, MiB.
 const HOTPLUG_STEP_MIB: u64 = 128;
-/// Most memory that a VM can get while it runs, MiB.
+/// Maximum memory that a VM can get while it runs, MiB.
 const MAX_HOTPLUG_MIB: u64 = 1 << 20;
-/// Most vCPUs that a VM can get while it runs: the guest's kernel knows 64.
+/// Maximum number of vCPUs that a VM can get while it runs: the guest's kernel supports 64.
 const MAX_HOTPLUG_VCPUS: u32 = 63;
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -113,6 +117,7 @@ struct Raw {
     network: RawNetwork,
     placement: RawPlacement,
     limits: RawLimits,
+    containers: RawContainers,
     containerd: RawContainerd,
     traces: RawTraces,
 }
@@ -186,6 +191,7 @@ struct RawLimits {
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 struct RawVolumes {
+    kubelet_root: Option<PathBuf>,
     empty_dir_mib: Option<u64>,
     timeout: Option<Seconds>,
 }
@@ -196,7 +202,7 @@ struct RawContainerd {
     ttrpc: Option<PathBuf>,
 }
 
-/// A number of seconds, also a fraction.
+/// A number of seconds, possibly a fraction.
 #[derive(Debug, Clone, Copy, Deserialize, Serialize)]
 #[serde(transparent)]
 struct Seconds(f64);
@@ -205,7 +211,7 @@ struct Seconds(f64);
 pub const DEFAULT_PATH: &str = "/etc/sandboxer/config.toml";
 
 impl Config {
-    /// Reads the given file, else the one at [`DEFAULT_PATH`] if it exists.
+    /// Reads the given file, or else the one at [`DEFAULT_PATH`] if it exists.
     pub fn load_or_default(named: Option<&Path>) -> Result<Self, ConfigError> {
         match named {
             Some(path) => Self::load(path),
@@ -221,7 +227,7 @@ impl Config {
         Self::parse(&text, path)
     }
 
-    /// Resolves a configuration's text; `path` is for error messages.
+    /// Resolves the text of a configuration; `path` is for error messages.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let raw: Raw = toml::from_str(text).map_err(|error| {
             let place = Place::new(path, text, error.span().map(|span| span.start));
@@ -268,8 +274,14 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         },
         placement: raw.placement.resolve(default.placement, &pool, bounds)?,
         limits: limits(&raw.limits, bounds)?,
+        containers: raw.containers.resolve(default.containers, bounds)?,
         traces: raw.traces.resolve(bounds)?,
         volumes: VolumeConfig {
+            kubelet_root: bounds.absolute(
+                "volumes.kubelet_root",
+                raw.volumes.kubelet_root,
+                default.volumes.kubelet_root,
+            )?,
             empty_dir_bytes: match raw.volumes.empty_dir_mib {
                 Some(mib) => bounds.disk("volumes.empty_dir_mib", mib, "16 to 16777216")?,
                 None => default.volumes.empty_dir_bytes,
@@ -391,8 +403,8 @@ fn offset_of(text: &str, key: &str) -> Option<usize> {
     Some(table.get(name)?.span().start)
 }
 
-/// Returns the parser's message in the configuration's terms, with the line. For an unknown key or value it suggests
-/// the nearest known one.
+/// Returns the parser's message in the terms of the configuration, with the line. Suggests the nearest known name for
+/// an unknown key or value.
 fn reason(message: &str, line: &str) -> String {
     let message = message
         .replace("unknown field", "unknown key")

@@ -7,48 +7,51 @@ use sandboxer_base::Cpus;
 /// The whole configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Sockets and per-pod runtime files; gone after a reboot. `/run/sandboxer`.
+    /// Directory of sockets and per-pod runtime files, which are gone after a reboot. Default: `/run/sandboxer`.
     pub run_dir: PathBuf,
-    /// Journal and rootfs cache; kept. `/var/lib/sandboxer`.
+    /// Directory of the journal and the rootfs cache, which are kept. Default: `/var/lib/sandboxer`.
     pub state_dir: PathBuf,
-    /// VMs.
+    /// Settings of VMs.
     pub vm: VmConfig,
-    /// Frozen VMs of which pods are copies.
+    /// Settings of templates: frozen VMs of which pods are copies.
     pub templates: TemplateConfig,
-    /// VMs that wait for pods.
+    /// Settings of the pool: VMs that wait for pods.
     pub pool: PoolConfig,
-    /// Runtime handlers; one that is not listed has the default.
+    /// Runtime handlers by name. A handler that is not listed has the default.
     pub handlers: BTreeMap<String, Handler>,
-    /// Root file systems.
+    /// Settings of root file systems.
     pub rootfs: RootfsConfig,
-    /// Volumes.
+    /// Settings of volumes.
     pub volumes: VolumeConfig,
-    /// Pods' networks.
+    /// Settings of the pods' networks.
     pub network: NetworkConfig,
-    /// Which of the host's CPUs and memory pods use.
+    /// Settings of placement: which of the host's CPUs and memory pods use.
     pub placement: PlacementConfig,
-    /// What a pod may at most have of the host's devices.
+    /// Limits of a pod's use of the host's devices.
     pub limits: LimitsConfig,
-    /// Where traces are sent; `None`: nowhere.
+    /// Settings that containers take from their node.
+    pub containers: ContainersConfig,
+    /// Destination of traces; `None`: no traces are sent.
     pub traces: Option<TracesConfig>,
-    /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
+    /// Path of containerd's ttrpc socket for events; `None`: only the admin API gets events.
     pub containerd_ttrpc: Option<PathBuf>,
-    /// VMs that may boot or be restored at the same time; the others queue.
+    /// Maximum number of VMs that boot or are restored at the same time; the others queue.
     pub concurrent_starts: usize,
-    /// Containers that may be created at the same time; the others queue.
+    /// Maximum number of containers that are created at the same time; the others queue.
     pub concurrent_containers: usize,
-    /// How long a shutdown waits for requests in progress.
+    /// Maximum time for which a shutdown waits for requests in progress.
     pub drain_timeout: Duration,
-    /// Address for Prometheus metrics; `None`: no metrics.
+    /// Listening address for Prometheus metrics; `None`: no metrics.
     pub metrics_listen: Option<SocketAddr>,
-    /// Program whose processes access volumes for the daemon: the daemon's own, not a key of the file. `None`: its threads do.
+    /// Program whose processes access volumes for the daemon. It is the daemon's own, not a key of the file. `None`:
+    /// the daemon's threads access them.
     pub helper_program: Option<PathBuf>,
 }
 
-/// VMs.
+/// Settings of VMs.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
-    /// Which VMM.
+    /// The VMM, or its choice.
     pub vmm: VmmChoice,
     /// Program of QEMU. `None`: the smallest that is installed and has the accelerator.
     pub qemu: Option<PathBuf>,
@@ -56,51 +59,51 @@ pub struct VmConfig {
     pub cloud_hypervisor: PathBuf,
     /// Program of Firecracker.
     pub firecracker: PathBuf,
-    /// Which accelerator.
+    /// The accelerator, or its choice.
     pub accelerator: Accelerator,
-    /// Guest kernel.
+    /// Path of the guest kernel.
     pub kernel: PathBuf,
-    /// Initramfs with the agent.
+    /// Path of the initramfs with the agent.
     pub initramfs: PathBuf,
-    /// vCPUs of a pod that has no limit and doesn't ask.
+    /// Number of vCPUs of a pod that has no limit and no request.
     pub default_vcpus: u32,
-    /// Memory of a pod that has no limit and doesn't ask, MiB.
+    /// Memory of a pod that has no limit and no request, MiB.
     pub default_memory_mib: u64,
-    /// Most vCPUs a pod may ask for.
+    /// Maximum number of vCPUs that a pod may request.
     pub max_vcpus: u32,
-    /// Most memory a pod may ask for, MiB.
+    /// Maximum memory that a pod may request, MiB.
     pub max_memory_mib: u64,
     /// Memory that a VM can get while it runs, MiB: 0, or a multiple of 128.
     pub hotplug_memory_mib: u64,
-    /// vCPUs that a VM can get while it runs.
+    /// Number of vCPUs that a VM can get while it runs.
     pub hotplug_vcpus: u32,
-    /// Timeout until a VM's agent is ready; for a pod over all start paths, without its time in the queue.
+    /// Timeout until a VM's agent is ready. For a pod it covers all start paths, but not the time in the queue.
     pub boot_timeout: Duration,
     /// Timeout of one call to a VMM.
     pub call_timeout: Duration,
     /// Timeout of one short call to an agent.
     pub agent_timeout: Duration,
-    /// How long a guest may write data to disks before it powers off.
+    /// Time that a guest has for writing data to disks before it powers off.
     pub stop_timeout: Duration,
-    /// Guest console kept per pod, bytes.
+    /// Guest console that is kept per pod, bytes.
     pub console_log_bytes: u64,
     /// Whether the host's kernel carries the packets of QEMU's VMs.
     pub vhost_net: VhostNet,
-    /// VMMs are jailed: always, except in tests with a script as VMM.
+    /// Whether VMMs are jailed: always, except in tests with a script as VMM.
     pub jail: bool,
-    /// Filter of the agents' logs, as in `RUST_LOG`.
+    /// Filter of the agents' logs, in the syntax of `RUST_LOG`; `None`: the default.
     pub agent_log: Option<String>,
-    /// Control group of VMs that have no pod yet, as a path below the hierarchy's root; empty: the daemon's own.
+    /// Control group of VMs without a pod, as a path below the hierarchy's root; empty: the daemon's own.
     pub idle_cgroup: String,
 }
 
-/// The VMM.
+/// The configured VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmmChoice {
     /// Cloud Hypervisor if it and KVM can be used, else QEMU.
     Auto,
-    /// QEMU.
+    /// QEMU on any accelerator.
     Qemu,
     /// Cloud Hypervisor; an error if it is not usable.
     CloudHypervisor,
@@ -118,33 +121,33 @@ impl From<VmmName> for VmmChoice {
     }
 }
 
-/// Who carries packets between a VM's taps and its guest.
+/// The carrier of packets between a VM's taps and its guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum VhostNet {
-    /// The host's kernel, if it can.
+    /// The host's kernel if possible, else the VMM.
     Auto,
-    /// The VMM.
+    /// The VMM always.
     Off,
 }
 
-/// A certain VMM.
+/// The name of a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmmName {
-    /// QEMU.
+    /// QEMU, `qemu`.
     Qemu,
-    /// Cloud Hypervisor.
+    /// Cloud Hypervisor, `cloud-hypervisor`.
     CloudHypervisor,
-    /// Firecracker.
+    /// Firecracker, `firecracker`.
     Firecracker,
 }
 
 impl VmmName {
-    /// Every VMM.
+    /// All VMMs.
     pub const ALL: [VmmName; 3] = [VmmName::Qemu, VmmName::CloudHypervisor, VmmName::Firecracker];
 
-    /// Returns its name in configuration, logs, records and answers.
+    /// Returns the name in the configuration, logs, records and responses.
     pub const fn as_str(self) -> &'static str {
         match self {
             VmmName::Qemu => "qemu",
@@ -160,16 +163,16 @@ impl std::fmt::Display for VmmName {
     }
 }
 
-/// What pods of a runtime handler get.
+/// The settings of a runtime handler's pods.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Handler {
-    /// Their fastest start path.
+    /// The fastest start path of the pods.
     pub start_path: StartPath,
-    /// Their VMM; `None`: that of [`VmConfig::vmm`].
+    /// The VMM of the pods; `None`: the VMM of [`VmConfig::vmm`].
     pub vmm: Option<VmmName>,
 }
 
-/// The accelerator.
+/// The configured accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
@@ -177,7 +180,7 @@ pub enum Accelerator {
     Auto,
     /// KVM; an error if it is not usable.
     Kvm,
-    /// Emulation.
+    /// Emulation by QEMU.
     Tcg,
 }
 
@@ -197,10 +200,10 @@ pub enum StartPath {
 }
 
 impl StartPath {
-    /// Every path, slowest first.
+    /// All start paths, slowest first.
     pub const ALL: [StartPath; 3] = [StartPath::Boot, StartPath::Template, StartPath::Pool];
 
-    /// Returns its name in configuration, logs, metrics and answers.
+    /// Returns the name in the configuration, logs, metrics and responses.
     pub const fn as_str(self) -> &'static str {
         match self {
             StartPath::Boot => "boot",
@@ -209,7 +212,7 @@ impl StartPath {
         }
     }
 
-    /// Returns the next slower one; the slowest stays.
+    /// Returns the next slower path; the slowest path returns itself.
     pub const fn slower(self) -> Self {
         match self {
             StartPath::Pool => StartPath::Template,
@@ -224,58 +227,58 @@ impl std::fmt::Display for StartPath {
     }
 }
 
-/// Templates.
+/// Settings of templates.
 #[derive(Debug, Clone)]
 pub struct TemplateConfig {
     /// Whether templates are used.
     pub enabled: bool,
-    /// Maximum number.
+    /// Maximum number of templates.
     pub most: usize,
-    /// Maximum bytes on disk; they take about the same in memory.
+    /// Maximum size of all templates on disk, bytes. They take about as much memory.
     pub most_bytes: u64,
 }
 
-/// The pool.
+/// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Minimum VMs of the default size, unless memory is short.
+    /// Minimum number of VMs of the default size, unless memory is short.
     pub min: usize,
-    /// Maximum VMs of all sizes together; 0: no pool.
+    /// Maximum number of VMs of all sizes; 0: no pool.
     pub max: usize,
 }
 
-/// Pods' networks.
+/// Settings of the pods' networks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetworkConfig {
-    /// Handling of netfilter rules.
+    /// Handling of netfilter rules in a pod's network namespace.
     pub foreign_rules: ForeignRules,
 }
 
-/// Which of the host's CPUs and memory pods use.
+/// Settings of placement: which of the host's CPUs and memory pods use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementConfig {
-    /// How pods are placed.
+    /// The policy by which pods are placed.
     pub policy: PlacementPolicy,
-    /// CPUs that no VMM gets, except by CRI.
+    /// CPUs that no VMM gets, except by CRI; `None`: no CPU is reserved.
     pub reserved_cpus: Option<Cpus>,
-    /// Whether the memory of pods is in huge pages of the host, unless a pod asks for something else.
+    /// Whether the memory of pods is in huge pages of the host, unless a pod requests otherwise.
     pub huge_pages: bool,
-    /// Where the kernel describes its NUMA nodes: not a key of the file.
+    /// Directory in which the kernel describes its NUMA nodes; not a key of the file.
     pub nodes_dir: PathBuf,
 }
 
-/// How pods are placed.
+/// The policy by which pods are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PlacementPolicy {
-    /// Not at all.
+    /// Pods are not placed.
     Off,
-    /// A pod that fits one NUMA node gets one.
+    /// A pod that fits on one NUMA node is placed on one.
     Numa,
 }
 
 impl PlacementPolicy {
-    /// Returns its name in configuration and answers.
+    /// Returns the name in the configuration and responses.
     pub const fn as_str(self) -> &'static str {
         match self {
             PlacementPolicy::Off => "off",
@@ -284,7 +287,7 @@ impl PlacementPolicy {
     }
 }
 
-/// Most that each disk and each network interface of a pod may have; `None`: no limit.
+/// Maximum rates of each disk and each network interface of a pod; `None`: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LimitsConfig {
     /// Bytes per second of a disk.
@@ -297,24 +300,87 @@ pub struct LimitsConfig {
     pub net_bps_tx: Option<u64>,
 }
 
-/// Where traces are sent, and which.
+/// Settings that containers take from their node, as under a runtime that shares the node's kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainersConfig {
+    /// Resource limits, soft and hard, by OCI's name. They replace the limits of the containerd that creates the
+    /// container.
+    pub rlimits: BTreeMap<String, [u64; 2]>,
+    /// Sysctls of a pod that has a network of its own and does not set them.
+    pub sysctls: BTreeMap<String, String>,
+    /// Names of sysctls of which a guest gets the node's value.
+    pub node_sysctls: Vec<String>,
+}
+
+/// OCI's names of the resource limits of setrlimit(2).
+pub const RLIMITS: [&str; 16] = [
+    "RLIMIT_AS",
+    "RLIMIT_CORE",
+    "RLIMIT_CPU",
+    "RLIMIT_DATA",
+    "RLIMIT_FSIZE",
+    "RLIMIT_LOCKS",
+    "RLIMIT_MEMLOCK",
+    "RLIMIT_MSGQUEUE",
+    "RLIMIT_NICE",
+    "RLIMIT_NOFILE",
+    "RLIMIT_NPROC",
+    "RLIMIT_RSS",
+    "RLIMIT_RTPRIO",
+    "RLIMIT_RTTIME",
+    "RLIMIT_SIGPENDING",
+    "RLIMIT_STACK",
+];
+
+/// Sysctls that containerd sets for a pod by default, in the specification of the pause container, which does not
+/// exist here.
+const POD_SYSCTLS: [(&str, &str); 2] =
+    [("net.ipv4.ip_unprivileged_port_start", "0"), ("net.ipv4.ping_group_range", "0 2147483647")];
+
+/// Sysctls that programs rely on, and that have no namespace or are copied from the node into a new one.
+const NODE_SYSCTLS: [&str; 22] = [
+    "fs.aio-max-nr",
+    "fs.file-max",
+    "fs.inotify.max_queued_events",
+    "fs.inotify.max_user_instances",
+    "fs.inotify.max_user_watches",
+    "fs.nr_open",
+    "fs.pipe-max-size",
+    "kernel.keys.maxbytes",
+    "kernel.keys.maxkeys",
+    "kernel.pid_max",
+    "kernel.threads-max",
+    "net.core.rmem_default",
+    "net.core.rmem_max",
+    "net.core.somaxconn",
+    "net.core.wmem_default",
+    "net.core.wmem_max",
+    "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_wmem",
+    "net.netfilter.nf_conntrack_max",
+    "user.max_user_namespaces",
+    "vm.max_map_count",
+    "vm.overcommit_memory",
+];
+
+/// Settings of traces.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TracesConfig {
-    /// The collector: `http://HOST:PORT`, OTLP by gRPC.
+    /// Address of the collector, `http://HOST:PORT`, which takes OTLP over gRPC.
     pub endpoint: String,
-    /// Part of the requests without a trace of their caller's that begin one, 0 to 1.
+    /// Fraction of the requests that begin a trace, among those whose caller has none: 0 to 1.
     pub sampling_ratio: f64,
 }
 
-/// Values that a limit of bytes per second can have.
+/// Range of a limit of bytes per second of a disk.
 pub const DISK_BPS: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
-/// Values that a limit of a network interface can have, bytes per second. The least is such that a second's bytes hold the largest
+/// Range of a limit of a network interface, bytes per second. At the minimum, one second's bytes hold the largest
 /// packet of an Ethernet with jumbo frames.
 pub const NET_BPS: std::ops::RangeInclusive<u64> = 16 << 10..=1 << 40;
-/// Values that a limit of operations per second can have.
+/// Range of a limit of operations per second of a disk.
 pub const DISK_IOPS: std::ops::RangeInclusive<u64> = 10..=10_000_000;
 
-/// Handling of netfilter rules in a pod's network namespace, which a guest's packets do not pass.
+/// The handling of netfilter rules in a pod's network namespace, through which a guest's packets do not pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ForeignRules {
@@ -324,52 +390,54 @@ pub enum ForeignRules {
     Ignore,
 }
 
-/// How root file systems become disks.
+/// Settings of root file systems.
 #[derive(Debug, Clone)]
 pub struct RootfsConfig {
     /// Program that makes EROFS images.
     pub mkfs_erofs: PathBuf,
-    /// Maximum bytes of the image cache.
+    /// Maximum size of the image cache, bytes.
     pub cache_bytes: u64,
-    /// Where a container's writes to its root file system go.
+    /// Destination of a container's writes to its root file system.
     pub writable: WritableTo,
-    /// Maximum bytes of these writes. In memory, 0 means half of the guest's memory.
+    /// Maximum size of these writes, bytes. In memory, 0 means half of the guest's memory.
     pub writable_bytes: u64,
 }
 
-/// Where containers' writes to their root file systems go.
+/// The destination of containers' writes to their root file systems.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WritableTo {
-    /// To a disk of the container, which is removed with it.
+    /// A disk of the container, which is removed with the container.
     Disk,
-    /// To the guest's memory.
+    /// The guest's memory.
     Memory,
 }
 
 /// Default maximum of a container's writes to its root file system on a disk, bytes.
 pub const DEFAULT_SCRATCH: u64 = 10 << 30;
 
-/// Volumes.
+/// Settings of volumes.
 #[derive(Debug, Clone)]
 pub struct VolumeConfig {
+    /// Path of kubelet's root directory.
+    pub kubelet_root: PathBuf,
     /// Default size of an emptyDir's disk, bytes.
     pub empty_dir_bytes: u64,
     /// Timeout of one lookup on a volume.
     pub timeout: Duration,
 }
 
-/// Default maximum of vCPUs of a pod without a limit: each one costs boot time and memory.
+/// Default maximum number of vCPUs of a pod without a limit: each one costs boot time and memory.
 const DEFAULT_VCPUS: u32 = 4;
-/// Maximum memory of such a pod, MiB, and maximum fraction of the node's. Untouched guest memory costs the host only
-/// the guest's page structures, a 64th, which copies of a template share.
+/// Maximum memory of a pod without a limit, MiB, and its maximum fraction of the node's memory. Untouched guest memory
+/// costs the host only the guest's page structures, a 64th, which copies of a template share.
 const DEFAULT_MEMORY_MIB: u64 = 2048;
 const DEFAULT_MEMORY_PART: u64 = 4;
-/// Minimum and step of this memory, MiB.
+/// Minimum and step of the memory of a pod without a limit, MiB.
 const MIN_DEFAULT_MEMORY_MIB: u64 = 256;
 const DEFAULT_MEMORY_STEP_MIB: u64 = 64;
 
-/// Returns the memory of a pod without a limit on a node with `node_mib`.
+/// Returns the memory of a pod without a limit on a node with `node_mib` MiB.
 fn default_memory_mib(node_mib: u64) -> u64 {
     let part = node_mib / DEFAULT_MEMORY_PART / DEFAULT_MEMORY_STEP_MIB * DEFAULT_MEMORY_STEP_MIB;
     part.clamp(MIN_DEFAULT_MEMORY_MIB, DEFAULT_MEMORY_MIB)
@@ -383,14 +451,14 @@ fn node_memory_mib() -> u64 {
 }
 
 impl Config {
-    /// Returns the runtime handlers that name a VMM, in the order of VMMs: one handler for each.
+    /// Returns a runtime handler for each VMM that handlers name, in the order of VMMs.
     pub fn named_vmms(&self) -> BTreeMap<VmmName, &str> {
         let named = self.handlers.iter().filter_map(|(name, of)| Some((of.vmm?, name.as_str())));
-        // The first handler of each VMM.
+        // The first handler of each VMM wins.
         named.rev().collect()
     }
 
-    /// Returns what the configuration says of a VMM: it is named by a handler, else what [`VmConfig::vmm`] says.
+    /// Returns the configured choice for `vmm`: the VMM itself if a handler names it, else [`VmConfig::vmm`].
     pub fn choice_of(&self, vmm: VmmName) -> VmmChoice {
         if self.handlers.values().any(|of| of.vmm == Some(vmm)) { vmm.into() } else { self.vm.vmm }
     }
@@ -437,7 +505,11 @@ impl Default for Config {
                 writable: WritableTo::Disk,
                 writable_bytes: DEFAULT_SCRATCH,
             },
-            volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
+            volumes: VolumeConfig {
+                kubelet_root: "/var/lib/kubelet".into(),
+                empty_dir_bytes: 10 << 30,
+                timeout: Duration::from_secs(10),
+            },
             network: NetworkConfig { foreign_rules: ForeignRules::Refuse },
             placement: PlacementConfig {
                 policy: PlacementPolicy::Numa,
@@ -446,6 +518,11 @@ impl Default for Config {
                 nodes_dir: "/sys/devices/system/node".into(),
             },
             limits: LimitsConfig::default(),
+            containers: ContainersConfig {
+                rlimits: BTreeMap::new(),
+                sysctls: POD_SYSCTLS.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
+                node_sysctls: NODE_SYSCTLS.map(str::to_owned).into(),
+            },
             traces: None,
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,

@@ -22,15 +22,15 @@ const OOM_SCORE: Subject = Subject {
 /// Masks of effective capabilities.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reading {
-    /// The daemon's, or this process' if no daemon runs.
+    /// The daemon's mask, or this process's if no daemon runs; `None` if unknown.
     pub daemon: Option<u64>,
     /// Whether `daemon` is the daemon's mask.
     pub of_daemon: bool,
-    /// containerd's.
+    /// The mask of containerd; `None` if unknown.
     pub containerd: Option<u64>,
 }
 
-/// Reads the masks; `daemon` and `containerd` are their processes.
+/// Reads the masks of the processes `daemon` and `containerd`.
 pub fn read(host: &Host, daemon: Option<u32>, containerd: Option<u32>) -> Reading {
     let of = |pid: Option<u32>| mask(host, &pid?.to_string());
     let daemons = of(daemon);
@@ -51,7 +51,7 @@ fn has(mask: u64, bit: u32) -> bool {
     mask >> bit & 1 == 1
 }
 
-/// Returns whether the process lacks the capability to lower an `oom_score_adj`; `None` if unknown.
+/// Returns whether process `pid` is known to lack the capability to lower an `oom_score_adj`.
 pub fn lacks_sys_resource(pid: u32) -> bool {
     mask(&Host::default(), &pid.to_string()).is_some_and(|mask| !has(mask, SYS_RESOURCE))
 }
@@ -76,7 +76,7 @@ pub fn daemon(reading: &Reading) -> Check {
     }
 }
 
-/// Checks that containerd does not lower an `oom_score_adj` without the capability.
+/// Checks that containerd does not lower an `oom_score_adj` without the capability to do so.
 pub fn oom_score(reading: &Reading, told: Option<&Told>) -> Check {
     let Some(told) = told else { return OOM_SCORE.not_applicable("no containerd answers") };
     let restricted = told.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);

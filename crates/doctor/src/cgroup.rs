@@ -61,7 +61,7 @@ pub fn read(host: &Host) -> Reading {
     reading
 }
 
-/// Checks them. A VM's size holds without any cgroup: nothing here is a failure.
+/// Checks the hierarchies. A VM's size holds without any cgroup, so nothing here is a failure.
 pub fn judge(reading: &Reading) -> Check {
     let v2 = reading.v2.as_deref().unwrap_or_default();
     let all = |name: &&str| v2.iter().chain(&reading.v1).any(|controller| controller == name);

@@ -1,11 +1,11 @@
-//! The host's clock source, which guests' clocks depend on.
+//! The host's clock source, on which guests' clocks depend.
 
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
 };
 
-/// Sources that are read without a VM exit or a system call.
+/// Clock sources that are read without a VM exit or a system call.
 const FAST: [&str; 3] = ["tsc", "kvm-clock", "hyperv_clocksource_tsc_page"];
 
 const CLOCK: Subject =
@@ -14,9 +14,9 @@ const CLOCK: Subject =
 /// The kernel's clock sources.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// The current one.
+    /// The current source.
     pub current: Option<String>,
-    /// All available ones.
+    /// All available sources, separated by spaces.
     pub available: String,
 }
 
@@ -29,7 +29,7 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
-/// Checks the source.
+/// Checks the current source.
 pub fn judge(reading: &Reading) -> Check {
     let Some(current) = &reading.current else {
         return CLOCK.not_applicable("unknown clock source");

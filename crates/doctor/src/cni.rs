@@ -13,7 +13,7 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// containerd's default directory.
+/// The default directory of containerd.
 const CONF_DIR: &str = "/etc/cni/net.d";
 const BIN_DIRS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
 /// Maximum number of configurations read.
@@ -28,10 +28,9 @@ pub struct Reading {
     pub conf_dir: PathBuf,
     /// Directories of plugins.
     pub bin_dirs: Vec<PathBuf>,
-    /// The first configuration, which containerd uses: its file name, and its plugins or what is
-    /// wrong with it.
+    /// The first configuration, which containerd uses: the file name, and the plugins or what is wrong with the file.
     pub network: Option<(String, Result<Vec<String>, String>)>,
-    /// Its plugins that are missing.
+    /// Plugins of that configuration that are missing.
     pub missing: Vec<String>,
     /// containerd's error about the network, if any.
     pub refused: Option<String>,
@@ -44,7 +43,7 @@ pub fn read(host: &Host, told: Option<&Told>) -> Reading {
     let list = config.and_then(|config| config.get("binDirs")?.as_array());
     let mut bin_dirs: Vec<PathBuf> =
         list.into_iter().flatten().filter_map(|dir| dir.as_str().map(PathBuf::from)).collect();
-    // containerd 2.0 knows one directory.
+    // containerd 2.0 has only one directory.
     bin_dirs.extend(text("binDir"));
     if bin_dirs.is_empty() {
         bin_dirs = BIN_DIRS.map(PathBuf::from).to_vec();
@@ -77,7 +76,7 @@ fn first_network(host: &Host, dir: &Path) -> Option<(String, Result<Vec<String>,
     Some((name, plugins))
 }
 
-/// Returns the types of all plugins, also of IPAM. A `.conflist` has several, a `.conf` is one.
+/// Returns the types of all plugins, including IPAM. A `.conflist` has several plugins, a `.conf` is one.
 fn plugins(config: &Value) -> Option<Vec<String>> {
     let single = std::slice::from_ref(config);
     let list = config.get("plugins").map_or(Some(single), |list| list.as_array().map(Vec::as_slice))?;
@@ -89,7 +88,7 @@ fn plugins(config: &Value) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Checks the network. Pods with hostNetwork start in any case: nothing here is a failure.
+/// Checks the network. Pods with hostNetwork start in any case, so nothing here is a failure.
 pub fn judge(reading: &Reading) -> Check {
     let dir = &reading.conf_dir;
     let (file, plugins) = match &reading.network {

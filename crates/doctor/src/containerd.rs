@@ -1,4 +1,4 @@
-//! containerd, and whether its requests for sandboxes reach this daemon.
+//! containerd, and whether its sandbox requests reach this daemon.
 
 use std::path::Path;
 
@@ -13,18 +13,18 @@ use super::{
 
 /// The runtime type that the configuration of [`HANDLER`] must have.
 pub const RUNTIME_TYPE: &str = "io.containerd.sandboxer.v1";
-/// Oldest version that works.
+/// The oldest version that works.
 pub const OLDEST: (u32, u32) = (1, 6);
-/// First version with sandbox controllers of other processes. Older ones run the launcher for each pod.
+/// The first version with sandbox controllers of other processes. Older versions run the launcher for each pod.
 pub const HAS_CONTROLLERS: (u32, u32) = (2, 0);
 /// The newest tested version.
 pub const SEEN: (u32, u32) = (2, 4);
 /// All tested versions.
 const TESTED: [(u32, u32); 7] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), (2, 3), SEEN];
 
-/// Plugin that has the settings of containerd's CRI service, from 2.0 on.
+/// The plugin that has the settings of containerd's CRI service since 2.0.
 pub const CRI_OF_2: &str = "io.containerd.cri.v1.runtime";
-/// The same in 1.6 and 1.7.
+/// The plugin that has the settings of containerd's CRI service in 1.6 and 1.7.
 pub const CRI_OF_1: &str = "io.containerd.grpc.v1.cri";
 
 const CONTAINERD: Subject = Subject { name: "containerd", why: "containerd starts and stops the pods" };
@@ -33,7 +33,7 @@ const ROUTE: Subject = Subject {
     why: "containerd sends pods of the handler \"sandboxer\" here only if it is configured so",
 };
 
-/// Checks that it answers, and that its version works.
+/// Checks that containerd responds and that its version works.
 pub fn containerd(reading: &Reading) -> Check {
     let endpoint = &reading.endpoint;
     let told = match &reading.told {
@@ -66,9 +66,9 @@ pub fn containerd(reading: &Reading) -> Check {
     }
 }
 
-/// Returns what to do if there is no answer, or one that is not of CRI.
+/// Returns the fix if there is no response or if it is not CRI's.
 fn without_answer(why: &str) -> Fix {
-    // What gRPC says of a containerd that runs without CRI.
+    // gRPC's error from a containerd that runs without CRI.
     if why.contains("unknown service runtime.v1") {
         return Fix::commands(
             "containerd runs without its CRI plugin: its log says why. containerd 2.3.0 needs mkfs.erofs 1.7 for it, or \
@@ -85,13 +85,13 @@ fn without_answer(why: &str) -> Fix {
 /// The daemon, as its configuration describes it.
 #[derive(Debug, Clone, Copy)]
 pub struct Daemon<'a> {
-    /// Its sandbox controller.
+    /// Path of the daemon's sandbox controller socket.
     pub socket: &'a Path,
-    /// Its configuration file; none: the default.
+    /// Path of the daemon's configuration file; `None`: the default.
     pub config: Option<&'a Path>,
 }
 
-/// What is wrong in containerd's configuration, and the lines that it lacks.
+/// An error in containerd's configuration, and the lines that it lacks.
 struct Misconfigured {
     seen: String,
     lines: Vec<String>,
@@ -118,11 +118,11 @@ pub fn handler(reading: &Reading, route: Option<&Route>, daemon: Daemon<'_>) -> 
     }
 }
 
-/// Returns how to add `lines` to the configuration of this containerd.
+/// Returns the fix that adds `lines` to the configuration of this containerd.
 fn configure(told: &Told, lines: &[String]) -> Fix {
     let lines = lines.join("\n    ");
     if program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
-        // Of an imported file these versions take a plugin's whole table, and forget the rest of it.
+        // These versions take a plugin's whole table from an imported file and drop the rest of the table.
         return Fix::commands(
             format!(
                 "add to containerd's config.toml itself, not to an imported file, and restart containerd:\n    {lines}"
@@ -155,7 +155,7 @@ fn text<'a>(handler: &'a serde_json::Value, key: &str) -> &'a str {
     handler.get(key).and_then(|value| value.as_str()).unwrap_or_default()
 }
 
-/// Returns the route of a containerd with sandbox controllers, or what is wrong in its configuration.
+/// Returns the route of a containerd with sandbox controllers, or an error in its configuration.
 fn controlled<'a>(
     told: &Told,
     route: Option<&'a Route>,
@@ -211,7 +211,7 @@ fn controlled<'a>(
 /// The sandbox controller of containerd itself.
 pub(super) const OWN_SANDBOXER: &str = "podsandbox";
 
-/// Returns the route of a containerd without sandbox controllers, or what is wrong in its configuration: the launcher must
+/// Returns the route of a containerd without sandbox controllers, or an error in its configuration: the launcher must
 /// find this daemon's configuration.
 fn launched<'a>(
     told: &Told,

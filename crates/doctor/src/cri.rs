@@ -1,4 +1,4 @@
-//! What containerd reports about itself over its socket.
+//! Information that containerd reports about itself over its socket.
 
 use std::path::Path;
 
@@ -15,58 +15,58 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::PATIENCE;
 
-/// Maximum size of an answer, bytes.
+/// Maximum size of a response, bytes.
 pub(super) const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// containerd's type of sandbox controller plugins.
 const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
 
-/// Runtime handler of our pods.
+/// Runtime handler of sandboxer's pods.
 pub const HANDLER: &str = "sandboxer";
 
-/// An endpoint and its answer.
+/// A CRI endpoint and its response.
 #[derive(Debug, Clone)]
 pub struct Reading {
     /// The endpoint, as given.
     pub endpoint: String,
-    /// The answer, or why there is none.
+    /// The response, or the reason why there is none.
     pub told: Result<Told, String>,
 }
 
 /// A CRI runtime's description of itself.
 #[derive(Debug, Clone)]
 pub struct Told {
-    /// "containerd".
+    /// Name of the runtime: "containerd".
     pub name: String,
-    /// "v2.4.2".
+    /// Version of the runtime, such as "v2.4.2".
     pub version: String,
-    /// Process that listens on the socket, if visible.
+    /// ID of the process that listens on the socket, if visible.
     pub pid: Option<u32>,
-    /// Its CRI configuration.
+    /// CRI configuration of the runtime.
     pub config: Value,
-    /// Readiness of the network, or why it is not ready.
+    /// Readiness of the network, or the reason why it is not ready.
     pub network: Result<(), String>,
 }
 
-/// Route of requests for pods of [`HANDLER`].
+/// The route of requests for pods of [`HANDLER`].
 #[derive(Debug, Clone)]
 pub struct Route {
     /// The sandbox controller plugin, if it exists.
     pub controller: Result<Option<Controller>, String>,
-    /// Whether a request reaches our daemon, or another answer.
+    /// `Ok` if a request reaches our daemon, else the response that came instead.
     pub routed: Result<(), String>,
 }
 
 /// A sandbox controller plugin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controller {
-    /// Its socket, if it is a separate process.
+    /// Socket of the controller, if it is a separate process.
     pub address: Option<String>,
-    /// Why it did not start.
+    /// The reason why it did not start.
     pub error: Option<String>,
 }
 
 impl Reading {
-    /// Returns the answer, if there is one.
+    /// Returns the response, if there is one.
     pub fn told(&self) -> Option<&Told> {
         self.told.as_ref().ok()
     }
@@ -85,8 +85,8 @@ pub async fn read(endpoint: &str) -> Reading {
     Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
 }
 
-/// Follows a request for a pod of [`HANDLER`]; `None` without an answer or without that handler. `socket` is the controller of
-/// our daemon, which a containerd without sandbox controllers does not call.
+/// Follows a request for a pod of [`HANDLER`]; `None` without a response or without the handler. `socket` is the
+/// controller of our daemon, which a containerd without sandbox controllers does not call.
 pub async fn route(reading: &Reading, socket: &Path) -> Option<Route> {
     let handler = reading.told()?.handler()?;
     let Some(sandboxer) = handler.get("sandboxer").and_then(Value::as_str) else {
@@ -113,7 +113,7 @@ pub(super) fn silent() -> String {
     format!("no answer within {PATIENCE:?}: it is slow or hangs")
 }
 
-/// Returns the process that listens on a socket; `None` if no process accepts in time.
+/// Returns the process that listens on a socket, or `None` if no process accepts in time.
 pub async fn listener(socket: &Path) -> Option<u32> {
     let stream = tokio::time::timeout(PATIENCE, UnixStream::connect(socket)).await.ok()?.ok()?;
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
@@ -124,7 +124,7 @@ pub(super) fn grpc(socket: &Path) -> Result<Endpoint, String> {
 }
 
 async fn ask(socket: &Path) -> Result<Told, String> {
-    // Connects first: gRPC's error does not distinguish a missing socket from one without a listener.
+    // Connects first, because gRPC's error does not distinguish a missing socket from one without a listener.
     UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
     let channel = grpc(socket)?.connect_lazy();
     let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
@@ -157,12 +157,12 @@ async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, 
     }))
 }
 
-/// Asks at `socket`, of containerd or of a daemon, whether pods of this sandboxer reach our daemon.
+/// Checks at `socket`, of containerd or of a daemon, that requests for pods of this sandboxer reach our daemon.
 pub async fn reaches_us(socket: &Path, sandboxer: &str) -> Result<(), String> {
     routed(grpc(socket)?.connect_lazy(), sandboxer).await
 }
 
-/// Has containerd ask its controller about a pod that cannot exist: only our daemon identifies itself.
+/// Requests the status of a pod that cannot exist from containerd's controller: only our daemon identifies itself.
 async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
     let request = ControllerStatusRequest {
         sandbox_id: CHECKED_POD.into(),

@@ -13,11 +13,11 @@ pub struct Device {
     subject: Subject,
     path: &'static str,
     module: &'static str,
-    /// Effect if it is missing.
+    /// The effect if the device is missing.
     without: &'static str,
 }
 
-/// Connections to agents over vsock.
+/// The device for vsock connections to agents.
 pub const VSOCK: Device = Device {
     subject: Subject { name: "vsock", why: "connections from the host to a guest" },
     path: "/dev/vhost-vsock",
@@ -25,7 +25,7 @@ pub const VSOCK: Device = Device {
     without: "not needed: agents use a serial port",
 };
 
-/// Network interfaces of VMs.
+/// The device for network interfaces of VMs.
 pub const TUN: Device = Device {
     subject: Subject { name: "tun", why: "a VM's network interface is a tap" },
     path: "/dev/net/tun",
@@ -33,7 +33,7 @@ pub const TUN: Device = Device {
     without: "pods that have a network interface do not start",
 };
 
-/// Packets that bypass the VMM.
+/// The device for packets that bypass the VMM.
 pub const VHOST_NET: Device = Device {
     subject: Subject { name: "vhost-net", why: "packets of VMs on QEMU with KVM bypass the VMM" },
     path: "/dev/vhost-net",

@@ -1,4 +1,4 @@
-//! Entropy, which each guest gets from the host at its start.
+//! Entropy, which each guest gets from the host when it starts.
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -12,12 +12,12 @@ const ENTROPY: Subject = Subject {
     why: "each guest gets its first randomness from the host; without it, starts wait",
 };
 
-/// The kernel's state.
+/// The state of the kernel's random number generator.
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
-    /// The generator is seeded.
+    /// Whether the generator is seeded.
     pub seeded: bool,
-    /// Bits in the pool.
+    /// Number of bits in the pool; `None` if unknown.
     pub bits: Option<u64>,
 }
 

@@ -19,14 +19,14 @@ const LOOP: Subject =
 const MKFS: Subject =
     Subject { name: "mkfs.erofs", why: "it makes a disk image of a container's root file system" };
 
-/// Availability of a part of the kernel.
+/// The availability of a part of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Support {
-    /// Built in or loaded.
+    /// The part is built in or loaded.
     There,
-    /// A module that is not loaded.
+    /// The part is a module that is not loaded.
     Module,
-    /// Not found.
+    /// The part was not found.
     Absent,
 }
 
@@ -57,7 +57,7 @@ fn module(host: &Host, name: &str) -> Support {
     if there { Support::Module } else { Support::Absent }
 }
 
-/// Checks overlayfs. Containers of the overlayfs snapshotter need it.
+/// Checks overlayfs, which containers of the overlayfs snapshotter need.
 pub fn overlay(support: Support) -> Check {
     match support {
         Support::There => OVERLAY.ok("the kernel has it"),
@@ -69,12 +69,12 @@ pub fn overlay(support: Support) -> Check {
     }
 }
 
-/// Wanted by some snapshotters of containerd's only.
+/// Checks EROFS, which only some of containerd's snapshotters need.
 pub fn erofs(support: Support) -> Check {
     optional(&EROFS, support)
 }
 
-/// Wanted by some snapshotters of containerd's only.
+/// Checks loop devices, which only some of containerd's snapshotters need.
 pub fn loops(support: Support) -> Check {
     optional(&LOOP, support)
 }
@@ -89,12 +89,12 @@ fn optional(subject: &Subject, support: Support) -> Check {
     }
 }
 
-/// A program and its answer.
+/// A program that makes EROFS images, and its version output.
 #[derive(Debug, Clone)]
 pub struct Mkfs {
-    /// As configured.
+    /// The program, as configured.
     pub program: PathBuf,
-    /// Answer to `-V`.
+    /// Output of `-V`.
     pub answer: Answer,
 }
 

@@ -11,7 +11,7 @@ use std::{
 /// Maximum bytes read of a kernel file or a configuration.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this host's, or a test's.
+/// The directories `/proc`, `/sys`, `/dev` and `/etc` below a root: this host's, or a test's.
 #[derive(Debug, Clone)]
 pub struct Host {
     root: PathBuf,
@@ -35,7 +35,7 @@ impl Host {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// Returns a file's text, trimmed; at most 1 MiB.
+    /// Returns the text of a file, trimmed; at most 1 MiB.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let mut bytes = Vec::new();
         fs::File::open(self.path(path))?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
@@ -47,7 +47,7 @@ impl Host {
         self.text(path).ok()?.parse().ok()
     }
 
-    /// Returns the names in a directory, sorted; none if it does not exist.
+    /// Returns the names in a directory, sorted; empty if the directory does not exist.
     pub fn names(&self, dir: impl AsRef<Path>) -> Vec<String> {
         let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
         let mut names: Vec<_> =
@@ -65,7 +65,7 @@ impl Host {
         fs::OpenOptions::new().read(true).write(true).open(path).map(drop)
     }
 
-    /// Returns a program's path, by absolute path or by a name in `search`, a list as in `PATH`.
+    /// Returns the path of a program, which is an absolute path or a name in `search`, a list as in `PATH`.
     pub fn program(&self, program: &Path, search: &OsStr) -> Option<PathBuf> {
         use std::os::unix::fs::PermissionsExt;
         let runs = |path: &PathBuf| {
@@ -78,7 +78,7 @@ impl Host {
     }
 }
 
-/// Returns the value of `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
+/// Returns the value of `key` in lines such as `MemFree:   12 kB`: the first word, as a number.
 pub(super) fn field(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     value.split_whitespace().next()?.parse().ok()

@@ -1,4 +1,4 @@
-//! Whether the VMMs of the pods can change a running VM's size, as the configuration says.
+//! Whether the VMMs of the pods can resize a running VM as configured.
 
 use std::collections::BTreeSet;
 
@@ -7,13 +7,13 @@ use sandboxer_vmm::{cloud_hypervisor, firecracker};
 
 use super::verdict::{Check, Fix, Subject};
 
-/// As in `VmmInfo::name`.
+/// The value of `VmmInfo::name`.
 const QEMU: &str = "qemu";
 
 const HOTPLUG: Subject =
     Subject { name: "hotplug", why: "a VM's size follows the limits of its running pod" };
 
-/// Returns the names of the VMMs that run pods: the default one, and those that runtime handlers name.
+/// Returns the names of the VMMs that run pods: the default VMM and those of runtime handlers.
 pub fn used(config: &Config, default: Option<&'static str>) -> BTreeSet<&'static str> {
     let default = match default {
         Some("Firecracker") => firecracker::NAME,

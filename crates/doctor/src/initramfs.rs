@@ -20,31 +20,31 @@ const INITRAMFS: Subject = Subject {
     why: "it contains the agent, which must speak the daemon's protocol version",
 };
 
-/// Content of a file.
+/// The content of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// The file cannot be read.
     Unreadable(String),
     /// Reading did not end within [`PATIENCE`](super::PATIENCE).
     Slow,
-    /// Not an archive of the format "newc"; it may be compressed.
+    /// The file is not an archive of the format "newc"; it may be compressed.
     NoArchive,
-    /// It has no executable `/init`.
+    /// The archive has no executable `/init`.
     NoInit,
-    /// An `/init` without a protocol mark.
+    /// The archive has an `/init` without a protocol mark.
     Unmarked,
-    /// An agent with this protocol version.
+    /// The archive has an agent with this protocol version.
     Agent(u32),
 }
 
 /// A file and its content.
 #[derive(Debug, Clone)]
 pub struct Reading {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Bytes.
+    /// Size of the file, bytes.
     pub size: u64,
-    /// Its content.
+    /// Content of the file.
     pub content: Content,
 }
 
@@ -55,7 +55,7 @@ impl Reading {
     }
 }
 
-/// Searches the agent.
+/// Searches the file for the agent.
 pub fn read(path: &Path) -> Reading {
     let read = File::open(path).and_then(|file| {
         let size = file.metadata()?.len();

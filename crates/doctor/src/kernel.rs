@@ -22,9 +22,9 @@ use super::verdict::{Check, Fix, Subject};
 
 /// Maximum size of a kernel, bytes.
 const MAX_BYTES: u64 = 512 << 20;
-/// Maximum size of a kernel's unpacked configuration; a distribution's has a third of a MiB.
+/// Maximum size of a kernel's unpacked configuration, bytes; a distribution's has a third of a MiB.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
-/// Maximum characters of a release in messages.
+/// Maximum number of characters of a release in messages.
 const RELEASE: usize = 64;
 /// Type of the note with the PVH entry, owner "Xen" (`XEN_ELFNOTE_PHYS32_ENTRY`, Linux'
 /// `include/xen/interface/elfnote.h`).
@@ -46,33 +46,33 @@ const NEEDED: [&str; 10] = [
 
 const KERNEL: Subject = Subject { name: "guest kernel", why: "every pod's VM boots it" };
 
-/// Properties of a file.
+/// The properties of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reading {
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Why it cannot be read.
+    /// The reason why it cannot be read.
     pub unreadable: Option<String>,
-    /// Reading did not end within [`PATIENCE`](super::PATIENCE).
+    /// Whether reading did not end within [`PATIENCE`](super::PATIENCE).
     pub slow: bool,
-    /// Bytes.
+    /// Size of the file, bytes.
     pub size: u64,
-    /// It is an ELF file for x86-64.
+    /// Whether the file is an ELF file for x86-64.
     pub elf: bool,
-    /// It has a PVH entry.
+    /// Whether the kernel has a PVH entry.
     pub pvh: bool,
-    /// Properties that need the whole file.
+    /// Properties that need the whole file; `None` if only headers were read.
     pub content: Option<Content>,
 }
 
-/// Properties from a kernel's bytes.
+/// The properties that need all bytes of a kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Content {
-    /// Lower-case hex.
+    /// SHA-256 of the file, in lower-case hex.
     pub sha256: String,
-    /// "6.1.0", as in its banner.
+    /// Release of the kernel, as in its banner, such as "6.1.0".
     pub release: Option<String>,
-    /// Its embedded configuration, if any (`IKCONFIG`).
+    /// The kernel's embedded configuration, if any (`IKCONFIG`).
     pub config: Option<String>,
 }
 
@@ -83,7 +83,7 @@ impl Reading {
     }
 }
 
-/// Reads only headers and notes.
+/// Reads only headers and notes of the file.
 pub fn read_headers(path: &Path) -> Reading {
     let reading = Reading { path: path.to_owned(), ..Reading::default() };
     match open(path) {
@@ -127,7 +127,7 @@ fn open(path: &Path) -> io::Result<(File, u64)> {
     Ok((file, size))
 }
 
-/// Returns whether there is a PVH entry; `None` if it is no ELF file for x86-64.
+/// Returns whether there is a PVH entry, or `None` if the file is no ELF file for x86-64.
 fn has_pvh_entry<'data>(data: impl ReadRef<'data>) -> Option<bool> {
     let header = elf::FileHeader64::<Endianness>::parse(data).ok()?;
     let endian = header.endian().ok()?;
@@ -149,7 +149,7 @@ fn release(kernel: &[u8]) -> Option<String> {
         let word = kernel.get(at + BANNER.len()..)?.iter().take(RELEASE);
         let word: String =
             word.take_while(|byte| byte.is_ascii_graphic()).map(|&byte| char::from(byte)).collect();
-        // The kernel also contains the banner as a format, with %s here.
+        // The kernel also contains the banner as a format, with %s in this place.
         word.starts_with(|c: char| c.is_ascii_digit()).then_some(word)
     })
 }
@@ -283,7 +283,7 @@ mod tests {
             let check = judge(&read(file.path()));
             assert_eq!(check.verdict, verdict, "{check}");
             assert!(check.seen.contains(seen), "{seen}: {check}");
-            // The daemon's quicker look agrees but for the options, which it does not see.
+            // The daemon's quick check agrees except for the options, which it does not see.
             let quick = judge(&read_headers(file.path()));
             assert!(quick.verdict == verdict || seen.contains("CONFIG_"), "{quick}");
         }

@@ -17,19 +17,19 @@ use super::{
 const KVM: Subject =
     Subject { name: "kvm", why: "without it guests are emulated, which is several times slower" };
 
-/// Result of the measurement.
+/// The result of the measurement.
 #[derive(Debug)]
 pub enum Reading {
-    /// Usable: guest instructions per second.
+    /// KVM is usable and executes this many guest instructions per second.
     Usable(f64),
-    /// Missing or unusable.
+    /// KVM is missing or unusable.
     Unusable(KvmUnusable),
     /// The measurement did not end in time.
     Silent,
 }
 
 impl Reading {
-    /// Returns whether pods use KVM: it is fast, or configured and correct.
+    /// Returns whether pods use KVM: it is fast, or it is configured and correct.
     pub fn is_used(&self, configured: Accelerator) -> bool {
         match self {
             Reading::Usable(_) => configured != Accelerator::Tcg,

@@ -18,19 +18,19 @@ const NAME: &str = "containerd-shim-sandboxer-v1";
 
 const LAUNCHER: Subject = Subject { name: "launcher", why: "containerd runs it for each container" };
 
-/// Its location and answer.
+/// The launcher's location and version output.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// Path of the program, if found.
     pub program: Option<PathBuf>,
-    /// Places searched, as text.
+    /// Places that were searched, as text.
     pub looked: String,
-    /// Answer to `-v`.
+    /// Output of `-v`.
     pub answer: Option<Answer>,
 }
 
-/// Searches like containerd: at the configured path, in containerd's `PATH`, next to containerd's program. If
-/// containerd's process is not visible, in this process' `PATH`.
+/// Searches like containerd: at the configured path, in containerd's `PATH`, and next to containerd's program. Uses
+/// this process's `PATH` if containerd's process is not visible.
 pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
     let configured = told.and_then(Told::handler).and_then(|handler| handler.get("runtimePath")?.as_str());
     let (program, looked) = match configured.filter(|path| !path.is_empty()) {
@@ -53,7 +53,7 @@ pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
     Reading { program, looked, answer }
 }
 
-/// Returns `PATH` of process `pid`, followed by the directory of its program.
+/// Returns the `PATH` of process `pid`, followed by the directory of its program.
 fn containerd_path(host: &Host, pid: u32) -> Option<OsString> {
     let environ = std::fs::read(host.path(format!("/proc/{pid}/environ"))).ok()?;
     let path = environ.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(b"PATH="));

@@ -1,8 +1,8 @@
 //! Checks whether this host can run pods.
 //!
-//! Each subject is a file with two parts: readings of the host (files below the root of a [`Host`], programs
-//! and sockets, each with a deadline), and functions from a reading to a [`Check`]. [`examine`] runs all of
-//! them for `sandboxer-cli check`; [`fit`] runs those that the daemon depends on, at its start.
+//! Each subject is a file with two parts: readings of the host (files below the root of a [`Host`], programs and
+//! sockets, each with a deadline), and functions from a reading to a [`Check`]. [`examine`] runs all of them for
+//! `sandboxer-cli check`; [`fit`] runs those that the daemon depends on when it starts.
 
 mod capabilities;
 mod cgroup;
@@ -55,18 +55,18 @@ use sandboxer_vmm::qemu;
 /// `qemu-system-x86_64 --version`.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Input of [`examine`].
+/// The input of [`examine`].
 #[derive(Debug)]
 pub struct Question<'a> {
-    /// The daemon's configuration file, if given.
+    /// Path of the daemon's configuration file, if given.
     pub config_path: Option<&'a Path>,
-    /// containerd's CRI socket: a path or a `unix://` address.
+    /// Address of containerd's CRI socket: a path or a `unix://` address.
     pub endpoint: &'a str,
     /// Number of pods that memory, disk and limits must suffice for.
     pub pods: u32,
 }
 
-/// Runs all checks; readings that wait run at the same time. Takes at most 21 s, if everything hangs.
+/// Runs all checks, with readings that wait in parallel. Takes at most 21 s, if everything hangs.
 pub async fn examine(question: &Question<'_>) -> Report {
     let read = Config::load_or_default(question.config_path);
     let configuration = configuration::judge(question.config_path, &read);
@@ -165,7 +165,8 @@ pub async fn examine(question: &Question<'_>) -> Report {
     )
 }
 
-/// Returns the VMM that needs KVM, of [`VmConfig::vmm`] and those that runtime handlers name; else the former.
+/// Returns the VMM that needs KVM, among [`VmConfig::vmm`] and those of runtime handlers; if none does,
+/// [`VmConfig::vmm`].
 fn needs_kvm(config: &Config) -> VmmChoice {
     let all = [config.vm.vmm, config.choice_of(CloudHypervisor), config.choice_of(Firecracker)];
     let needy = |vmm: &VmmChoice| matches!(vmm, VmmChoice::CloudHypervisor | VmmChoice::Firecracker);
@@ -182,8 +183,8 @@ fn ask_again() -> Fix {
     Fix::words("retry when the host and its disk are less busy")
 }
 
-/// Runs work that may hang in its own thread; returns `None` if it did not end within `limit`. The thread then ends
-/// with the process; the process would wait for a thread of the runtime.
+/// Runs work that may hang in its own thread. Returns `None` if it did not end within `limit`. The thread then ends
+/// with the process; for a thread of the runtime, the process would wait.
 async fn blocking<T: Send + 'static>(
     limit: Duration,
     work: impl FnOnce() -> T + Send + 'static,

@@ -5,17 +5,17 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// File descriptors of the daemon: its own, and per pod with a container.
+/// Number of file descriptors of the daemon: its own, and those per pod with a container.
 const DAEMON_FILES: u64 = 64;
 const FILES_A_POD: u64 = 24;
-/// Open files of the whole system per pod: daemon, VMM, containerd.
+/// Number of open files of the whole system per pod: daemon, VMM, containerd.
 const SYSTEM_FILES_A_POD: u64 = 256;
-/// Processes and threads per pod: VMM, vCPUs, workers.
+/// Number of processes and threads per pod: VMM, vCPUs, workers.
 const TASKS_A_POD: u64 = 32;
-/// inotify instances: those of containerd, kubelet and journald, and one per pod.
+/// Number of inotify instances: those of containerd, kubelet and journald, and those per pod.
 const WATCHERS: u64 = 64;
 const WATCHERS_A_POD: u64 = 1;
-/// inotify watches, likewise.
+/// Number of inotify watches: those of containerd, kubelet and journald, and those per pod.
 const WATCHES: u64 = 4096;
 const WATCHES_A_POD: u64 = 16;
 
@@ -28,17 +28,17 @@ const TASKS: Subject = Subject { name: "processes", why: "each pod is a VMM proc
 /// The kernel's limits; `None` if unknown.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// `fs.inotify.max_user_instances`.
+    /// Value of `fs.inotify.max_user_instances`.
     pub watchers: Option<u64>,
-    /// `fs.inotify.max_user_watches`.
+    /// Value of `fs.inotify.max_user_watches`.
     pub watches: Option<u64>,
-    /// Maximum open files of the daemon, or of a process like this one.
+    /// Maximum number of open files of the daemon, or of a process like this one.
     pub files: Option<u64>,
     /// Whether `files` is the daemon's limit.
     pub of_daemon: bool,
-    /// `fs.file-nr`: in use and maximum.
+    /// Numbers of open files in use and at most, from `fs.file-nr`.
     pub system_files: Option<(u64, u64)>,
-    /// Existing processes and threads.
+    /// Number of existing processes and threads.
     pub tasks: Option<u64>,
     /// The smaller of `kernel.pid_max` and `kernel.threads-max`.
     pub most_tasks: Option<u64>,

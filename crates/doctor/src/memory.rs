@@ -5,8 +5,8 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// Memory of a VMM besides its guest's, MiB. Ten emulated pods of 256 MiB took 128 MB each; their guests used
-/// less than half of it. With KVM there is no translated code, and it is less.
+/// Memory of a VMM in addition to its guest's, MiB. Ten emulated pods of 256 MiB took 128 MB each, of which their
+/// guests used less than half. With KVM there is no translated code, so it is less.
 const BESIDE_GUEST_MIB: u64 = 100;
 
 const MEMORY: Subject = Subject { name: "memory", why: "a pod may use all memory of its VM" };
@@ -18,11 +18,11 @@ const KSM: Subject =
 /// The kernel's state.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// `/proc/meminfo`.
+    /// Text of `/proc/meminfo`.
     pub meminfo: String,
-    /// Setting of transparent huge pages: "always [madvise] never".
+    /// Setting of transparent huge pages, such as "always [madvise] never"; `None` if unknown.
     pub transparent: Option<String>,
-    /// Merging of equal pages: 0 off, 1 on, 2 off and undone.
+    /// Setting of page merging (KSM): 0 off, 1 on, 2 off and undone; `None` if unknown.
     pub ksm_run: Option<u64>,
 }
 
@@ -38,7 +38,7 @@ pub fn read(host: &Host) -> Reading {
 /// Smallest usable guest, MiB.
 const SMALL_GUEST_MIB: u64 = 256;
 
-/// Checks the memory for `pods` more pods of `memory_mib`, if all use all of theirs.
+/// Checks that the memory suffices for `pods` more pods that each use all of their `memory_mib`.
 pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
     let Some(available) = field(&reading.meminfo, "MemAvailable").map(|kib| kib / 1024) else {
         return MEMORY.warning("free memory is unknown", Fix::words("see /proc/meminfo"));

@@ -1,4 +1,4 @@
-//! User namespaces: each jailed VMM has its own.
+//! User namespaces, of which each jailed VMM has its own.
 
 use std::io;
 
@@ -11,7 +11,7 @@ const USERS: Subject = Subject {
     why: "a compromised VMM cannot create further namespaces and reaches less of the kernel",
 };
 
-/// Tries to create one.
+/// Tries to create a user namespace. Returns the error, or `None` if it succeeded.
 pub fn read() -> Option<io::Error> {
     jail::try_user_namespace().err()
 }
@@ -47,7 +47,7 @@ mod tests {
         assert_eq!(judge(Some(&full), false).verdict, Verdict::NotApplicable);
     }
 
-    /// The same as a program of the system's finds.
+    /// A program of the system comes to the same result.
     #[test]
     fn one_is_tried_out() {
         let makes = Command::new("unshare").args(["--user", "true"]).output().unwrap().status.success();

@@ -9,12 +9,12 @@ use tokio::{
 
 use super::PATIENCE;
 
-/// Maximum bytes read of an answer.
+/// Maximum number of bytes read of a program's output.
 const MAX_OUTPUT_BYTES: u64 = 4096;
-/// Maximum characters shown of an answer.
+/// Maximum number of characters shown of a program's output.
 const SHOWN: usize = 100;
 
-/// A program's answer.
+/// The result of running a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// The first line on stdout, also of a program that failed.
@@ -23,7 +23,7 @@ pub enum Answer {
     Missing,
     /// The program does not work: its exit status and last output.
     Broken(String),
-    /// No answer within [`PATIENCE`].
+    /// The program printed nothing within [`PATIENCE`].
     Silent,
 }
 
@@ -32,7 +32,7 @@ pub(super) async fn ask(program: &Path, argument: &str) -> Answer {
     tokio::time::timeout(PATIENCE, run(program, argument)).await.unwrap_or(Answer::Silent)
 }
 
-/// Returns the message for a program that did not answer in time.
+/// Returns the message for a program that did not end in time.
 pub(super) fn too_slow(program: &Path) -> String {
     format!("{program:?} is slow: no version within {PATIENCE:?}")
 }
@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns what a script comes to.
+    /// Returns the result of running a script.
     async fn script(text: &str) -> Answer {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("program");

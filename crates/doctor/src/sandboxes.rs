@@ -1,9 +1,9 @@
 //! Pods that a restart of containerd puts at risk.
 //!
-//! containerd 2 recovers the sandboxes of another controller without the time of their creation
-//! (`internal/cri/server/restart.go`, 2.0 to 2.4): neither `Status` nor what its store holds of a sandbox can give it back.
-//! kubelet takes the newest sandbox of a pod for the pod's. If all are equally old, that may be an older, dead one; then it
-//! ends the pod that runs.
+//! containerd 2 recovers the sandboxes of another controller without their creation time
+//! (`internal/cri/server/restart.go`, 2.0 to 2.4): neither `Status` nor its store can restore that. kubelet takes the
+//! newest sandbox of a pod for the current one. If all are equally old, it may take an older, dead one, and then it
+//! ends the running pod.
 
 use std::collections::BTreeMap;
 
@@ -26,19 +26,19 @@ const SANDBOXES: Subject = Subject {
           runs and also has an older, dead sandbox",
 };
 
-/// Most pods that the text names.
+/// Maximum number of pods that the text names.
 const MAX_NAMED: usize = 3;
 
-/// A pod with a dead sandbox beside the one that runs.
+/// A pod with a dead sandbox beside the running one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endangered {
-    /// `namespace/name`.
+    /// Name of the pod: `namespace/name`.
     pub pod: String,
-    /// Ids of its dead sandboxes.
+    /// IDs of the pod's dead sandboxes.
     pub dead: Vec<String>,
 }
 
-/// Reads which pods are endangered; `None` if no containerd answers, or it has no handler with another controller.
+/// Reads which pods are endangered; `None` if containerd does not respond or has no handler with another controller.
 pub async fn read(reading: &cri::Reading) -> Option<Result<Vec<Endangered>, String>> {
     let told = reading.told()?;
     let handlers = handlers(told);
@@ -49,7 +49,7 @@ pub async fn read(reading: &cri::Reading) -> Option<Result<Vec<Endangered>, Stri
     Some(listed.unwrap_or_else(|_| Err(cri::silent())).map(|all| endangered(all, &handlers)))
 }
 
-/// Returns the runtime handlers whose pods another controller has.
+/// Returns the runtime handlers whose pods have another controller.
 fn handlers(told: &Told) -> Vec<String> {
     let runtimes = told.config.get("containerd").and_then(|containerd| containerd.get("runtimes"));
     let all = runtimes.and_then(Value::as_object).into_iter().flatten();
@@ -82,7 +82,7 @@ fn endangered(all: Vec<PodSandbox>, handlers: &[String]) -> Vec<Endangered> {
     both.map(|((pod, _), (_, dead))| Endangered { pod, dead }).collect()
 }
 
-/// Checks that no pod has a dead sandbox beside the one that runs.
+/// Checks that no pod has a dead sandbox beside the running one.
 pub fn judge(reading: &cri::Reading, found: Option<&Result<Vec<Endangered>, String>>) -> Check {
     let Some(told) = reading.told() else { return SANDBOXES.not_applicable("no containerd answers") };
     if program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
@@ -156,7 +156,7 @@ mod tests {
             sandbox("1", "both", "u1", Dead, "sandboxer"),
             sandbox("2", "both", "u1", Ready, "sandboxer"),
             sandbox("3", "both", "u1", Dead, "sandboxer"),
-            // Another pod of the same name: kubelet tells them apart by uid.
+            // Another pod of the same name, which kubelet distinguishes by UID.
             sandbox("4", "both", "u2", Dead, "sandboxer"),
             sandbox("5", "runs", "u3", Ready, "sandboxer"),
             sandbox("6", "over", "u4", Dead, "sandboxer"),

@@ -7,7 +7,7 @@ use super::{
     filesystems, host::Host, hotplug, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm,
 };
 
-/// Why pods cannot run here, one sentence per failed check.
+/// The reasons why pods cannot run here, one sentence per failed check.
 #[derive(Debug, thiserror::Error)]
 #[error("pods cannot run here: {}", sentences(.0))]
 pub struct Unfit(Vec<Check>);
@@ -16,8 +16,8 @@ fn sentences(checks: &[Check]) -> String {
     checks.iter().map(Check::to_string).collect::<Vec<_>>().join(" | ")
 }
 
-/// Runs the checks. Returns failures in the words of `sandboxer-cli check` and logs warnings. `chosen` are the
-/// VMMs of the pods.
+/// Runs the checks for `chosen`, the VMMs of the pods. Returns failures in the words of `sandboxer-cli check` and logs
+/// warnings.
 pub async fn fit(config: &Config, chosen: &[VmmInfo]) -> Result<(), Unfit> {
     let host = Host::default();
     let vmms = async {
@@ -82,7 +82,7 @@ mod tests {
             let refusal = fit(&config, &[chosen(name)]).await.unwrap_err().to_string();
             assert!(refusal.contains(named) && !refusal.contains(other), "{refusal}");
         }
-        // Each VMM that a handler names, too.
+        // Each VMM that a handler names is checked, too.
         let refusal = fit(&config, &[chosen("qemu"), chosen("firecracker")]).await.unwrap_err().to_string();
         assert!(refusal.contains("/nonexistent/qemu") && refusal.contains("/nonexistent/fc"), "{refusal}");
         assert!(!refusal.contains("/nonexistent/ch"), "{refusal}");

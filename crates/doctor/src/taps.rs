@@ -1,4 +1,4 @@
-//! Trial of the packet redirection between a pod's interface and its VM, as at a pod's start.
+//! A trial of the packet redirection between a pod's interface and its VM, as when a pod starts.
 
 use std::io;
 
@@ -14,7 +14,7 @@ const TAPS: Subject = Subject {
     why: "the kernel's traffic control redirects packets between a pod's interface and its VM's tap",
 };
 
-/// Returns the result of the trial; `None` if it did not end in time.
+/// Returns the result of the trial, or `None` if it did not end in time.
 pub async fn read() -> Option<io::Result<()>> {
     blocking(PATIENCE, network::trial).await
 }

@@ -17,13 +17,13 @@ const NUMA: Subject =
 /// The kernel's topology.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// "on", "off", "forceoff", "notsupported", "notimplemented".
+    /// State of SMT: "on", "off", "forceoff", "notsupported" or "notimplemented"; `None` if unknown.
     pub smt: Option<String>,
-    /// Two threads of a core run.
+    /// Whether two threads of a core run.
     pub smt_active: bool,
-    /// The kernel's MDS vulnerability text, if any.
+    /// Text of the kernel about its MDS vulnerability, if any.
     pub mds: Option<String>,
-    /// Number of nodes.
+    /// Number of NUMA nodes.
     pub nodes: usize,
 }
 
@@ -57,7 +57,7 @@ pub fn smt(reading: &Reading) -> Check {
     }
 }
 
-/// Checks NUMA. No verdict is bad: the policy is the administrator's.
+/// Checks NUMA. No verdict is bad, because the policy is the administrator's.
 pub fn numa(reading: &Reading, policy: PlacementPolicy) -> Check {
     match (reading.nodes, policy) {
         (0 | 1, _) => NUMA.ok("one node"),

@@ -7,13 +7,13 @@ use serde::Serialize;
 /// Version of a [`Report`]'s JSON format.
 pub const SCHEMA: u32 = 1;
 
-/// Result of a check, from harmless to severe.
+/// The result of a check, from harmless to severe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Nothing here depends on it.
+    /// The check does not apply: nothing here depends on it.
     NotApplicable,
-    /// No problem.
+    /// The check found no problem.
     Ok,
     /// Pods run, but not at their best, or not as many as requested.
     Warning,
@@ -32,23 +32,23 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// One check.
+/// A check and its result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
     /// Name of the check.
     pub name: &'static str,
     /// The result.
     pub verdict: Verdict,
-    /// What was found.
+    /// A description of what was found.
     pub seen: String,
-    /// Why it matters.
+    /// The reason why the check matters.
     pub why: &'static str,
     /// The fix, if one is needed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fix: Option<Fix>,
 }
 
-/// One sentence: what was found, and the fix.
+/// Formats one sentence: what was found, and the fix.
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.name, self.seen)?;
@@ -59,9 +59,9 @@ impl fmt::Display for Check {
 /// A fix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Fix {
-    /// As text.
+    /// Text of the fix.
     pub what: String,
-    /// As commands for a root shell, where possible.
+    /// Commands for a root shell, where possible.
     pub commands: Vec<String>,
 }
 
@@ -77,7 +77,7 @@ impl Fix {
     }
 }
 
-/// Subject of a check; constructor of its results.
+/// The subject of a check, which constructs its results.
 #[derive(Debug)]
 pub(super) struct Subject {
     pub(super) name: &'static str,
@@ -106,10 +106,10 @@ impl Subject {
     }
 }
 
-/// All checks.
+/// The results of all checks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// [`SCHEMA`].
+    /// Version of the format: [`SCHEMA`].
     pub schema: u32,
     /// The most severe result.
     pub verdict: Verdict,
@@ -125,7 +125,7 @@ impl Report {
         Self { schema: SCHEMA, verdict, pods, checks }
     }
 
-    /// Returns the exit code: 0, 1 with warnings, 2 with failures.
+    /// Returns the exit code: 0 without problems, 1 with warnings, 2 with failures.
     pub fn exit_code(&self) -> u8 {
         match self.verdict {
             Verdict::NotApplicable | Verdict::Ok => 0,

@@ -1,4 +1,4 @@
-//! The VMMs' programs.
+//! The programs of VMMs.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// Oldest tested QEMU.
+/// The oldest tested QEMU.
 const QEMU_SEEN: (u32, u32) = (7, 2);
 
 const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' VMs" };
@@ -24,30 +24,30 @@ const CLOUD_HYPERVISOR: Subject =
 const FIRECRACKER: Subject =
     Subject { name: "firecracker", why: "it runs the pods' VMs if vm.vmm or a handler names it" };
 
-/// A program and its answer.
+/// A VMM's program and its version output.
 #[derive(Debug, Clone)]
 pub struct Reading {
-    /// As configured.
+    /// The program, as configured.
     pub program: PathBuf,
-    /// Answer to `--version`.
+    /// Output of `--version`.
     pub answer: Answer,
 }
 
 impl Reading {
-    /// Returns Cloud Hypervisor's version, or why it is not usable.
+    /// Returns Cloud Hypervisor's version, or the reason why it is not usable.
     fn version(&self) -> Result<Version, String> {
         let program = self.program.display().to_string();
         self.line().and_then(|line| Version::parse(line, program).map_err(|error| error.to_string()))
     }
 
-    /// Returns Firecracker's version, or why it is not usable.
+    /// Returns Firecracker's version, or the reason why it is not usable.
     fn firecracker_version(&self) -> Result<firecracker::version::Version, String> {
         let program = self.program.display().to_string();
         let parse = |line: &str| firecracker::version::Version::parse(line, program);
         self.line().and_then(|line| parse(line).map_err(|error| error.to_string()))
     }
 
-    /// Returns what it printed, or why it printed nothing.
+    /// Returns the line that the program printed, or the reason why it printed nothing.
     fn line(&self) -> Result<&str, String> {
         match &self.answer {
             Answer::Said(line) => Ok(line),
@@ -63,8 +63,8 @@ pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// Returns the name of the VMM that runs pods if that is not QEMU; decides as `vmm::detect` does. `reading` is that of
-/// Cloud Hypervisor.
+/// Returns the name of the VMM that runs pods, or `None` if it is QEMU. Decides like `vmm::detect`; `reading` is Cloud
+/// Hypervisor's.
 pub fn other_than_qemu(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> Option<&'static str> {
     let is_cloud_hypervisor = match config.vmm {
         VmmChoice::Qemu => false,

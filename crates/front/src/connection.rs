@@ -5,7 +5,7 @@ use std::{
     io::{self, Read},
     mem,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
         unix::net::UnixStream,
     },
 };
@@ -13,68 +13,75 @@ use std::{
 use nix::sys::epoll::EpollFlags;
 
 use crate::{
-    frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE},
+    frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE, TooLong},
     journal::{HeldConnection, HeldRequest, Journal, Record},
     log::log,
     outbox::Outbox,
+    store::Stored,
     stream::{Answers, Received},
 };
 
-/// Most pending requests of one connection, and their most bytes. containerd has one connection for each
-/// container, with one Wait request per process.
+/// The most pending requests of one connection, and their most bytes. containerd has one connection for each container,
+/// with one Wait request per process.
 const MAX_UNANSWERED: usize = 4096;
 const MAX_UNANSWERED_BYTES: usize = 8 << 20;
-/// While one side has so many unwritten bytes, the other side is not read.
+/// While one side has this many unwritten bytes, the other side is not read.
 const MAX_BUFFERED_BYTES: usize = 1 << 20;
-/// Its files are replaced by shorter ones when they have so many bytes, and four times those that are still needed.
+/// The length of the connection's files, bytes, from which they are replaced by shorter ones, if they are also four
+/// times as long as the bytes still needed.
 const LONG: u64 = 16 << 10;
-/// Most links that one connection may lose to the same worker.
+/// The most links that one connection may lose to the same worker.
 const MAX_LINKS: u32 = 3;
-/// A request is a suspect after so many workers have died with it: it is sent alone, to find out which
+/// The number of workers that must die with a request to make it a suspect. A suspect is sent alone, to find out which
 /// request kills workers.
 const SUSPECT_DEATHS: u8 = 2;
-/// A request gets an error after so many workers have died with it.
+/// The number of workers that must die with a request before it gets an error.
 const MAX_DEATHS: u8 = 3;
-/// The method that waits for a process's exit and does nothing else. Such requests are pending at every death
-/// of a worker, whatever the cause, and containerd would take an error as the process's exit.
+/// The method that waits for a process's exit and does nothing else. Such requests are pending at every death of a
+/// worker, whatever the cause, and containerd would take an error as the process's exit.
 const WAIT: &str = "Wait";
 
-/// Stream numbers of requests. A number is reused after two thousand million requests.
+/// The stream numbers of requests. A number is reused after two thousand million requests.
 #[derive(Debug)]
 pub struct Numbers(u32);
 
 impl Default for Numbers {
-    /// ttrpc clients use odd numbers.
+    /// Starts with 1: ttrpc clients use odd numbers.
     fn default() -> Self {
         Self(1)
     }
 }
 
 impl Numbers {
-    /// Returns numbers that go on with this one.
+    /// Returns numbers that continue from this one.
     pub fn starting_at(number: u32) -> Self {
         Self(number)
     }
 
-    fn next(&mut self) -> u32 {
-        let number = self.0;
-        self.0 = number.wrapping_add(2);
-        number
+    /// Returns the next number that is not `taken`.
+    fn next_but(&mut self, taken: impl Fn(u32) -> bool) -> u32 {
+        loop {
+            let number = self.0;
+            self.0 = number.wrapping_add(2);
+            if !taken(number) {
+                return number;
+            }
+        }
     }
 }
 
 /// The state of one side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// It is open.
+    /// The side is open.
     Open,
-    /// It is open, and has no data now.
+    /// The side is open, and has no data now.
     Idle,
-    /// It has closed, or has sent invalid ttrpc.
+    /// The side has closed, or has sent invalid ttrpc.
     Gone,
 }
 
-/// Files for the bytes of a connection.
+/// The files with the bytes of a connection.
 #[derive(Debug)]
 pub struct Files {
     received: Received,
@@ -82,25 +89,31 @@ pub struct Files {
 }
 
 impl Files {
-    /// Makes empty files.
+    /// Creates empty files.
     pub fn create() -> io::Result<Self> {
         Ok(Self { received: Received::with(&[])?, answers: Answers::with(&[])? })
+    }
+
+    /// Returns the journal's description of a new connection, without bytes, with the socket `client`.
+    pub fn held(&self, client: RawFd) -> HeldConnection {
+        let fds = [client, self.received.as_raw_fd(), self.answers.as_raw_fd()];
+        HeldConnection { fds, requests: BTreeMap::new() }
     }
 }
 
 /// A connection of containerd.
 #[derive(Debug)]
 pub struct Connection {
-    /// Its number in the journal.
+    /// The connection's number in the journal.
     id: u64,
-    client: UnixStream,
+    client: Stored,
     received: Received,
     from_client: Assembler,
     to_client: Answers,
     link: Option<Link>,
-    /// Number of links to the current worker.
+    /// The number of links to the current worker.
     links: u32,
-    /// Requests without a response yet, by number.
+    /// The requests without a response, by number.
     unanswered: BTreeMap<u32, Unanswered>,
     unanswered_bytes: usize,
 }
@@ -114,12 +127,12 @@ struct Link {
 
 #[derive(Debug)]
 struct Unanswered {
-    /// containerd's stream number.
+    /// The stream number in containerd.
     stream: u32,
     frame: Frame,
-    /// It was sent to the current worker.
+    /// Whether the request was sent to the current worker.
     sent: bool,
-    /// Number of workers that died with it.
+    /// The number of workers that died with the request.
     deaths: u8,
 }
 
@@ -142,9 +155,9 @@ impl Unanswered {
 }
 
 impl Connection {
-    /// Creates a connection from a non-blocking stream, and records it.
-    pub fn new(id: u64, client: UnixStream, files: Files, journal: &mut Journal) -> Self {
-        let connection = Self {
+    /// Creates a connection, which the journal already names, from a non-blocking stream.
+    pub fn new(id: u64, client: Stored, files: Files) -> Self {
+        Self {
             id,
             client,
             received: files.received,
@@ -154,15 +167,13 @@ impl Connection {
             links: 0,
             unanswered: BTreeMap::new(),
             unanswered_bytes: 0,
-        };
-        journal.add(&Record::Connection { id, of: connection.held() });
-        connection
+        }
     }
 
-    /// Goes on with a connection that another front had: with its socket, what was received, and what was answered.
+    /// Continues a connection of another front, with its socket, the received bytes and the responses.
     pub fn reopen(
         id: u64,
-        [client, received, answers]: [OwnedFd; 3],
+        [client, received, answers]: [Stored; 3],
         held: &HeldConnection,
         journal: &mut Journal,
         numbers: &mut Numbers,
@@ -174,12 +185,12 @@ impl Connection {
         let bytes = received.content()?;
         let (mut to_client, answered) = Answers::reopen(answers)?;
         let mut assembler = Assembler::default();
-        let answered = assembler.take(&answered).map_err(io::Error::other)?;
+        let answered = assembler.take(&answered).map_err(invalid)?;
         let whole: usize = answered.iter().map(|frame| frame.bytes().len()).sum();
         to_client.cut(whole)?;
         let mut connection = Self {
             id,
-            client: client.into(),
+            client,
             received,
             from_client: Assembler::default(),
             to_client,
@@ -189,7 +200,7 @@ impl Connection {
             unanswered_bytes: 0,
         };
         let answered: BTreeSet<u32> = answered.iter().map(Frame::stream).collect();
-        for frame in connection.from_client.take(&bytes).map_err(io::Error::other)? {
+        for frame in connection.from_client.take(&bytes).map_err(invalid)? {
             if frame.kind() != REQUEST {
                 return Err(io::ErrorKind::InvalidData.into());
             }
@@ -198,12 +209,12 @@ impl Connection {
                 connection.accept(frame, known, journal, numbers);
             }
         }
-        // The front before may have been killed right before it did that.
+        // The previous front may have been killed just before it did this.
         connection.refuse_deadly();
         Ok(connection)
     }
 
-    /// Returns what the journal tells of it.
+    /// Returns the journal's description of the connection.
     fn held(&self) -> HeldConnection {
         let request = |(number, of): (&u32, &Unanswered)| {
             (of.stream, HeldRequest { number: *number, deaths: of.deaths })
@@ -214,7 +225,8 @@ impl Connection {
         }
     }
 
-    /// Replaces its files by shorter ones, if most of them is not needed any more. Without descriptors for that, they stay.
+    /// Replaces the connection's files by shorter ones if most of their bytes are no longer needed. They stay if there
+    /// are no descriptors left.
     pub fn shorten(&mut self, journal: &mut Journal) {
         let length = self.received.length() + self.to_client.length();
         let rest = self.from_client.rest().len();
@@ -232,7 +244,7 @@ impl Connection {
         let files = Received::with(&received)
             .and_then(|received| Ok((received, Answers::with(&self.to_client.unsent()?)?)));
         let Ok((received, answers)) = files else { return };
-        // The old ones are open until the journal names the new ones.
+        // The old files are open until the journal names the new ones.
         let _old = (mem::replace(&mut self.received, received), mem::replace(&mut self.to_client, answers));
         journal.add(&Record::Connection { id: self.id, of: self.held() });
     }
@@ -242,13 +254,13 @@ impl Connection {
         self.client.as_fd()
     }
 
-    /// Returns this end of its link.
+    /// Returns the front's end of the link.
     pub fn link(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().map(|link| link.stream.as_fd())
     }
 
-    /// Links it to a worker, and sends all requests without a response, marked as repeated; suspects only if
-    /// the worker already has them.
+    /// Links the connection to a worker, and sends all requests without a response, marked as repeated; suspects only
+    /// if the worker already has them.
     pub fn set_link(&mut self, stream: UnixStream) {
         self.links += 1;
         self.link = Some(Link { stream, from_worker: Assembler::default(), to_worker: Outbox::default() });
@@ -279,13 +291,13 @@ impl Connection {
         self.unanswered.contains_key(&number)
     }
 
-    /// Returns whether it may have another link to the same worker.
+    /// Returns whether the connection may have another link to the same worker.
     pub fn may_link(&self) -> bool {
         self.links < MAX_LINKS
     }
 
-    /// Handles the end of the worker: forwards its remaining responses, then closes the link. `died`: it
-    /// exited unexpectedly, possibly because of one of its requests.
+    /// Handles the end of the worker: forwards its remaining responses, then closes the link. `died`: the worker exited
+    /// unexpectedly, possibly because of one of its requests.
     pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool, journal: &mut Journal) {
         while self.read_link(scratch) == Side::Open {}
         self.link = None;
@@ -300,7 +312,7 @@ impl Connection {
         self.refuse_deadly();
     }
 
-    /// Answers the requests that too many workers have died with.
+    /// Sends an error response for each request with which too many workers have died.
     fn refuse_deadly(&mut self) {
         let deadly = self.unanswered.iter().filter(|(_, request)| request.deaths >= MAX_DEATHS);
         let deadly: Vec<_> = deadly.map(|(number, _)| *number).collect();
@@ -356,8 +368,8 @@ impl Connection {
         Side::Open
     }
 
-    /// Remembers a request until it is answered. Returns its number: the known one, or a new one, which is recorded. A request too many
-    /// is answered at once.
+    /// Remembers a request until it is answered. Returns its number: the known one, or a new one, which is recorded. A
+    /// request that exceeds the limit is answered at once.
     fn accept(
         &mut self,
         mut frame: Frame,
@@ -373,7 +385,7 @@ impl Connection {
             return None;
         }
         let HeldRequest { number, deaths } = known.unwrap_or_else(|| {
-            let number = numbers.next();
+            let number = numbers.next_but(|number| self.unanswered.contains_key(&number));
             journal.add(&Record::Request { connection: self.id, stream, number });
             HeldRequest { number, deaths: 0 }
         });
@@ -393,7 +405,7 @@ impl Connection {
             Err(error) => return close(&error),
         };
         for mut frame in frames.into_iter().filter(|frame| frame.kind() == RESPONSE) {
-            // An unknown one was already answered.
+            // An unknown request was already answered.
             if let Some(request) = self.unanswered.remove(&frame.stream()) {
                 self.unanswered_bytes -= request.frame.bytes().len();
                 frame.set_stream(request.stream);
@@ -419,7 +431,7 @@ impl Connection {
     }
 }
 
-/// Returns the number of bytes read, 0 if there are none now; `None` at the end.
+/// Reads once. Returns the number of bytes, 0 if there are none now; `None` at the end.
 fn read(mut from: &UnixStream, scratch: &mut [u8]) -> Option<usize> {
     loop {
         match from.read(scratch) {
@@ -430,6 +442,10 @@ fn read(mut from: &UnixStream, scratch: &mut [u8]) -> Option<usize> {
             Err(_) => return None,
         }
     }
+}
+
+fn invalid(error: TooLong) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
 }
 
 fn side(done: io::Result<()>) -> Side {

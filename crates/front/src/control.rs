@@ -4,8 +4,8 @@
 //! kind u8 │ length of key u16 │ key │ note          and up to MAX_FDS descriptors
 //! ```
 //!
-//! A packet that was sent is received even if its sender is killed at once. So an entry is safe as soon as
-//! the worker has sent it, without a response.
+//! A packet that was sent is received even if its sender is killed at once. So an entry is safe as soon as the worker
+//! has sent it, without a response.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -21,23 +21,23 @@ use nix::{
     },
 };
 
-/// Longest message, bytes.
+/// The longest message, bytes.
 pub const MAX_MESSAGE_BYTES: usize = 32 << 10;
-/// Most descriptors with one message.
+/// The most descriptors with one message.
 pub const MAX_FDS: usize = 8;
 
-/// Key prefix of the task socket's listener, on which the front accepts connections; a path may follow.
+/// The key prefix of the task socket's listener, on which the front accepts connections; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
 
-/// Key of the entry that the front itself gives each worker: the number of reloads so far, a space, and why the front has stayed as it
-/// was at the last of them; nothing if it was replaced.
+/// The key of the entry that the front itself gives each worker: the number of reloads so far, a space, and why the
+/// last of them did not replace the front; nothing if it did.
 pub const RELOADS: &str = "front reloads";
 
-/// Note of a [`Kind::Ready`] from a worker that supports [`Kind::Ping`]. A worker of an earlier build must
-/// not receive one: it treats an unknown message as the front's end.
+/// The note of a [`Kind::Ready`] from a worker that supports [`Kind::Ping`]. A worker of an earlier build must not
+/// receive a ping: it treats an unknown message as the front's end.
 pub const ANSWERS_PINGS: &[u8] = b"answers pings";
 
-/// Note of a [`Kind::Open`] for reading only.
+/// The note of a [`Kind::Open`] for reading only.
 pub const FOR_READING: &[u8] = b"r";
 
 /// The kind of a message.
@@ -47,8 +47,8 @@ pub enum Kind {
     Keep = 1,
     /// Worker: remove the entry with the key.
     Forget = 2,
-    /// Worker: all earlier pods are adopted; requests may be sent. With the note [`ANSWERS_PINGS`] it
-    /// supports [`Kind::Ping`].
+    /// Worker: all earlier pods are adopted, and requests may be sent. With the note [`ANSWERS_PINGS`] it supports
+    /// [`Kind::Ping`].
     Ready = 3,
     /// Front: an entry from an earlier worker.
     Kept = 4,
@@ -56,13 +56,12 @@ pub enum Kind {
     AllKept = 5,
     /// Front: the descriptor is the link of a task connection.
     Connection = 6,
-    /// Worker: open the FIFO that the first descriptor refers to, for reading if the note is [`FOR_READING`],
-    /// otherwise for reading and writing; keep it under the key; respond with [`Kind::Kept`] over the second
-    /// descriptor, a socket like this one. A response without a descriptor has the system's error number as
-    /// its note.
+    /// Worker: open the FIFO that the first descriptor refers to, for reading if the note is [`FOR_READING`], otherwise
+    /// for reading and writing; keep it under the key; respond with [`Kind::Kept`] over the second descriptor, a socket
+    /// like this one. A response without a descriptor has the system's error number as its note.
     ///
-    /// If the worker opened a FIFO itself and died before sending it, the FIFO would be closed, and the
-    /// process at the other end would see its end.
+    /// If the worker opened a FIFO itself and died before sending it, the FIFO would be closed, and the process at the
+    /// other end would read the end of the stream.
     Open = 7,
     /// Front: check whether the worker responds.
     Ping = 8,
@@ -73,13 +72,13 @@ pub enum Kind {
 /// A message with its descriptors.
 #[derive(Debug)]
 pub struct Message {
-    /// Its kind.
+    /// The kind of the message.
     pub kind: Kind,
-    /// The key of its entry; empty if there is none.
+    /// The key of the message's entry; empty if there is none.
     pub key: String,
-    /// Data of the worker.
+    /// The worker's data.
     pub note: Vec<u8>,
-    /// In the order of sending.
+    /// The descriptors, in the order of sending.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -132,12 +131,13 @@ pub fn send_with(
     }
 }
 
-/// Returns the next message and leaves it in the socket, for [`skip`]; `None` after the peer has closed. Does not block.
+/// Returns the next message and leaves it in the socket, for [`skip`]; `None` after the peer has closed. Does not
+/// block.
 pub fn peek(socket: BorrowedFd<'_>) -> io::Result<Option<Message>> {
     receive(socket, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
 }
 
-/// Takes the next message from the socket, and closes its descriptors.
+/// Removes the next message from the socket, and closes its descriptors.
 pub fn skip(socket: BorrowedFd<'_>) -> io::Result<()> {
     Ok(recv(socket.as_raw_fd(), &mut [], MsgFlags::MSG_DONTWAIT).map(drop)?)
 }
@@ -156,8 +156,7 @@ pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Mes
                 let mut fds = Vec::new();
                 for message in received.cmsgs()? {
                     if let ControlMessageOwned::ScmRights(raw) = message {
-                        // SAFETY: the kernel has just created these descriptors, and they have no other
-                        // owner.
+                        // SAFETY: the kernel has just created these descriptors, and they have no other owner.
                         fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }

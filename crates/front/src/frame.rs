@@ -8,15 +8,15 @@ use std::mem;
 
 /// Length of a header, bytes.
 pub const HEADER: usize = 10;
-/// Most bytes that may follow a header: ttrpc's own limit.
+/// The most bytes that may follow a header: ttrpc's own limit.
 pub const MAX_FRAME_BYTES: usize = 4 << 20;
 
-/// Kind of a request.
+/// The kind of a request.
 pub const REQUEST: u8 = 1;
-/// Kind of a response.
+/// The kind of a response.
 pub const RESPONSE: u8 = 2;
 
-/// Flag set only by the front: an earlier worker may have received this request, and may have carried it out.
+/// The flag that only the front sets: an earlier worker may have received this request, and may have carried it out.
 /// ttrpc uses the three lowest bits and ignores the others.
 pub const REPEATED: u8 = 0x80;
 
@@ -29,13 +29,13 @@ pub const INTERNAL: u8 = 13;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame(Vec<u8>);
 
-/// The frame is not valid ttrpc.
+/// The error of a frame that is longer than ttrpc allows.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("frame has {0} bytes, ttrpc allows {MAX_FRAME_BYTES}")]
 pub struct TooLong(usize);
 
 impl Frame {
-    /// Returns the frame that has these bytes; none if they are no whole frame.
+    /// Returns the frame with these bytes; `None` if they are not a whole frame.
     pub fn of(bytes: Vec<u8>) -> Option<Self> {
         let whole = bytes.first_chunk::<4>().filter(|_| bytes.len() >= HEADER)?;
         (bytes.len() == HEADER + u32::from_be_bytes(*whole) as usize).then_some(Self(bytes))
@@ -65,37 +65,37 @@ impl Frame {
         str::from_utf8(field(self.0.get(HEADER..)?, 2)?).ok()
     }
 
-    /// Returns the container of a request: every request of the task service has its id in field 1.
+    /// Returns the container of a request: every request of the task service has the container's ID in field 1.
     pub fn container(&self) -> Option<&str> {
         str::from_utf8(field(field(self.0.get(HEADER..)?, 3)?, 1)?).ok()
     }
 
-    /// Returns its kind: [`REQUEST`], [`RESPONSE`] or another one.
+    /// Returns the frame's kind: [`REQUEST`], [`RESPONSE`] or another one.
     pub fn kind(&self) -> u8 {
         self.0[8]
     }
 
-    /// Returns the stream number of its request.
+    /// Returns the stream number of the frame's request.
     pub fn stream(&self) -> u32 {
         u32::from_be_bytes([self.0[4], self.0[5], self.0[6], self.0[7]])
     }
 
-    /// Sets the stream number of its request.
+    /// Sets the stream number of the frame's request.
     pub fn set_stream(&mut self, stream: u32) {
         self.0[4..8].copy_from_slice(&stream.to_be_bytes());
     }
 
-    /// Marks it as [`REPEATED`], or not.
+    /// Marks the frame as [`REPEATED`], or not.
     pub fn set_repeated(&mut self, repeated: bool) {
         self.0[9] = if repeated { self.0[9] | REPEATED } else { self.0[9] & !REPEATED };
     }
 
-    /// Returns its bytes on the wire.
+    /// Returns the frame's bytes on the wire.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// Returns its bytes on the wire.
+    /// Returns the frame's bytes on the wire.
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }
@@ -152,7 +152,7 @@ fn varint(mut value: usize) -> Vec<u8> {
 pub struct Assembler(Vec<u8>);
 
 impl Assembler {
-    /// Returns an assembler that has taken these bytes of a frame.
+    /// Returns an assembler that has received these bytes of a frame.
     pub fn starting_with(bytes: Vec<u8>) -> Self {
         Self(bytes)
     }
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_request_says_what_it_asks_and_of_which_container() {
-        // As ttrpc's Go client writes it: service, method, payload with the id "c1" and a bundle, a deadline.
+        // The bytes that ttrpc's Go client writes: service, method, payload with the id "c1" and a bundle, a deadline.
         let body = b"\x0a\x04Task\x12\x06Create\x1a\x07\x0a\x02c1\x12\x01/\x20\x80\x94\xeb\xdc\x03";
         let frame = Assembler::default().take(&wire(1, REQUEST, body)).unwrap().remove(0);
         assert_eq!((frame.method(), frame.container()), (Some("Create"), Some("c1")));

@@ -8,7 +8,7 @@ use std::{
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-/// Most bytes that are written atomically to a pipe (POSIX's PIPE_BUF on Linux).
+/// The most bytes that are written atomically to a pipe (POSIX's PIPE_BUF on Linux).
 const MAX_LINE: usize = 4096;
 
 /// Writes a line to stderr, as `eprintln!` does, but never panics or blocks: see [`line`].
@@ -17,8 +17,8 @@ macro_rules! log {
 }
 pub(crate) use log;
 
-/// Writes a line to stderr if it can be written now. A closed or full log loses lines; it must not stop the
-/// process that containerd is connected to.
+/// Writes a line to stderr if it can be written now. A closed or full log loses lines, but it must not stop the process
+/// to which containerd is connected.
 pub fn line(message: fmt::Arguments<'_>) {
     let mut line = format!("sandboxer-front: {message}");
     let end = (0..MAX_LINE).rev().find(|end| line.is_char_boundary(*end)).unwrap_or_default();

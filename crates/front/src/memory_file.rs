@@ -1,37 +1,56 @@
-//! Files in memory. They last as long as a descriptor of them, and so outlive the process that writes them.
+//! Files in memory. A file lasts as long as one of its descriptors, and so outlives the process that writes it.
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
 };
 
 use nix::{
     errno::Errno,
-    fcntl::OFlag,
     sys::{
         memfd::{MFdFlags, memfd_create},
         stat::fstat,
         uio::{pread, pwrite},
     },
-    unistd::dup3,
+    unistd::ftruncate,
 };
+
+use crate::store::Stored;
 
 /// A file in memory.
 #[derive(Debug)]
-pub struct MemoryFile(OwnedFd);
+pub struct MemoryFile(Stored);
 
 impl MemoryFile {
-    /// Makes an empty file.
+    /// Creates an empty file, which is not in the store yet.
     pub fn create() -> io::Result<Self> {
-        Ok(Self(memfd_create(c"sandboxer-front", MFdFlags::MFD_CLOEXEC)?))
+        Ok(Self(Stored::not_yet(memfd_create(c"sandboxer-front", MFdFlags::MFD_CLOEXEC)?)))
     }
 
-    /// Returns its length.
+    /// Creates a file with this content, and puts it into the store.
+    pub fn stored(content: &[u8]) -> io::Result<Self> {
+        let mut file = Self::create()?;
+        file.write(content, 0)?;
+        file.0.store();
+        Ok(file)
+    }
+
+    /// Puts the file into the store as the journal of a generation.
+    pub fn store_journal(&mut self, generation: u32) {
+        self.0.store_journal(generation);
+    }
+
+    /// Records that the file is in the store as the journal of a generation.
+    pub fn is_journal(&mut self, generation: u32) {
+        self.0.is_journal(generation);
+    }
+
+    /// Returns the file's length.
     pub fn length(&self) -> io::Result<u64> {
         Ok(fstat(&self.0)?.st_size.unsigned_abs())
     }
 
-    /// Writes all `bytes` at an offset.
+    /// Writes all `bytes` at the offset `at`.
     pub fn write(&self, mut bytes: &[u8], mut at: u64) -> io::Result<()> {
         while !bytes.is_empty() {
             match pwrite(&self.0, bytes, at.cast_signed()) {
@@ -46,7 +65,7 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Fills `bytes` with what begins at an offset.
+    /// Fills `bytes` from the offset `at`.
     pub fn read(&self, mut bytes: &mut [u8], mut at: u64) -> io::Result<()> {
         while !bytes.is_empty() {
             match pread(&self.0, bytes, at.cast_signed()) {
@@ -62,22 +81,27 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Returns its content.
+    /// Returns the file's content.
     pub fn content(&self) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; usize::try_from(self.length()?).map_err(io::Error::other)?];
         self.read(&mut bytes, 0)?;
         Ok(bytes)
     }
 
-    /// Puts another file in the place of this one, at once: at the same descriptor.
-    pub fn replace(&mut self, by: &Self) -> io::Result<()> {
-        Ok(dup3(&by.0, &mut self.0, OFlag::O_CLOEXEC)?)
+    /// Truncates the file to this length.
+    pub fn cut(&self, length: u64) -> io::Result<()> {
+        Ok(ftruncate(&self.0, length.cast_signed())?)
+    }
+
+    /// Replaces this file by another one atomically, at the same descriptor. Both are in the store.
+    pub fn replace(&mut self, by: Self) -> io::Result<()> {
+        self.0.replace(by.0)
     }
 }
 
-impl From<OwnedFd> for MemoryFile {
-    fn from(fd: OwnedFd) -> Self {
-        Self(fd)
+impl From<Stored> for MemoryFile {
+    fn from(file: Stored) -> Self {
+        Self(file)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Bytes that are not written yet.
+//! A queue of bytes to write.
 
 use std::{
     collections::VecDeque,
@@ -9,7 +9,7 @@ use std::{
 #[derive(Debug, Default)]
 pub struct Outbox {
     waiting: VecDeque<Vec<u8>>,
-    /// Number of written bytes of the first element.
+    /// The number of bytes of the first element that are already written.
     written: usize,
     bytes: usize,
 }
@@ -26,7 +26,7 @@ impl Outbox {
         self.waiting.push_back(bytes);
     }
 
-    /// Writes to `to`, which is non-blocking, as much as possible now.
+    /// Writes to `to`, which is non-blocking, as much as is possible now.
     pub fn flush(&mut self, mut to: impl Write) -> io::Result<()> {
         while let Some(first) = self.waiting.front() {
             match to.write(&first[self.written..]) {

@@ -1,27 +1,26 @@
-//! Both directions of a task connection, in files in memory: a front that takes this one's place goes on in the middle of a frame.
+//! Both directions of a task connection, in files in memory, so that the front's successor can continue in the middle
+//! of a frame.
 //!
-//! All bytes are moved by the kernel, in system calls that move them and record it at once: a front that is killed has moved them or
-//! has not. What was received is the length of one file. What was sent of the answers is the other one's position.
+//! The kernel moves all bytes, in system calls that move and record them atomically: a front that is killed has moved
+//! them or has not. The length of one file is the number of bytes received; the position of the other is the number of
+//! response bytes sent.
 
 use std::{
     io,
-    os::{
-        fd::{AsFd, AsRawFd, OwnedFd, RawFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, AsRawFd, RawFd},
 };
 
 use nix::{
     errno::Errno,
     fcntl::{SpliceFFlags, splice},
     sys::sendfile::sendfile,
-    unistd::{Whence, ftruncate, lseek, read},
+    unistd::{Whence, lseek, read},
 };
 use sandboxer_base::failpoint::pass;
 
-use crate::{journal::Pipe, memory_file::MemoryFile};
+use crate::{journal::Pipe, memory_file::MemoryFile, store::Stored};
 
-/// Bytes from containerd.
+/// The bytes from containerd.
 #[derive(Debug)]
 pub struct Received {
     file: MemoryFile,
@@ -29,33 +28,32 @@ pub struct Received {
 }
 
 impl Received {
-    /// Makes a stream that has received these bytes.
+    /// Creates a stream that has received these bytes.
     pub fn with(bytes: &[u8]) -> io::Result<Self> {
-        let file = MemoryFile::create()?;
-        file.write(bytes, 0)?;
+        let file = MemoryFile::stored(bytes)?;
         Ok(Self { file, end: bytes.len() as u64 })
     }
 
-    /// Goes on with a stream.
-    pub fn reopen(file: OwnedFd) -> io::Result<Self> {
+    /// Continues a stream.
+    pub fn reopen(file: Stored) -> io::Result<Self> {
         let file = MemoryFile::from(file);
         let end = file.length()?;
         Ok(Self { file, end })
     }
 
-    /// Returns all that it has received.
+    /// Returns all received bytes.
     pub fn content(&self) -> io::Result<Vec<u8>> {
         self.file.content()
     }
 
-    /// Returns the number of bytes that it has received.
+    /// Returns the number of received bytes.
     pub fn length(&self) -> u64 {
         self.end
     }
 
-    /// Reads what there is now from `client`, which is non-blocking, through an empty pipe. Returns the number of bytes, 0 if there
-    /// are none; `None` at the end.
-    pub fn read(&mut self, client: &UnixStream, pipe: &Pipe, into: &mut [u8]) -> io::Result<Option<usize>> {
+    /// Reads the bytes that `client`, which is non-blocking, has now, through an empty pipe. Returns their number, 0 if
+    /// there are none; `None` at the end.
+    pub fn read(&mut self, client: &Stored, pipe: &Pipe, into: &mut [u8]) -> io::Result<Option<usize>> {
         let count = loop {
             match splice(client, None, &pipe.write, None, into.len(), SpliceFFlags::SPLICE_F_NONBLOCK) {
                 Ok(0) => return Ok(None),
@@ -68,7 +66,7 @@ impl Received {
         pass(format_args!("the front has a request in the pipe"));
         let begin = self.end;
         if let Err(error) = self.empty(pipe) {
-            // The next connection needs it empty.
+            // The next connection needs an empty pipe.
             while read(&pipe.read, into).is_ok_and(|count| count > 0) {}
             return Err(error);
         }
@@ -77,7 +75,7 @@ impl Received {
         Ok(Some(count))
     }
 
-    /// Takes all bytes from the pipe.
+    /// Moves all bytes from the pipe to the file.
     pub fn empty(&mut self, pipe: &Pipe) -> io::Result<()> {
         loop {
             let mut at = self.end.cast_signed();
@@ -98,7 +96,7 @@ impl AsRawFd for Received {
     }
 }
 
-/// Bytes for containerd.
+/// The bytes for containerd.
 #[derive(Debug)]
 pub struct Answers {
     file: MemoryFile,
@@ -108,38 +106,37 @@ pub struct Answers {
 }
 
 impl Answers {
-    /// Makes a stream with these bytes that are not sent yet.
+    /// Creates a stream with these bytes, none of which is sent.
     pub fn with(bytes: &[u8]) -> io::Result<Self> {
-        let file = MemoryFile::create()?;
-        file.write(bytes, 0)?;
+        let file = MemoryFile::stored(bytes)?;
         Ok(Self { file, end: bytes.len() as u64, sent: 0, failed: None })
     }
 
-    /// Goes on with a stream; also returns all its bytes.
-    pub fn reopen(file: OwnedFd) -> io::Result<(Self, Vec<u8>)> {
+    /// Continues a stream; also returns all its bytes.
+    pub fn reopen(file: Stored) -> io::Result<(Self, Vec<u8>)> {
         let sent = lseek(&file, 0, Whence::SeekCur)?.unsigned_abs();
         let file = MemoryFile::from(file);
         let bytes = file.content()?;
         Ok((Self { file, end: bytes.len() as u64, sent, failed: None }, bytes))
     }
 
-    /// Drops what follows the first `length` bytes, of which nothing is sent. A front was killed while it wrote that.
+    /// Truncates the stream to `length` bytes. None of the others is sent: a front was killed while it wrote them.
     pub fn cut(&mut self, length: usize) -> io::Result<()> {
         self.end = self.sent.max(length as u64);
-        Ok(ftruncate(&self.file, self.end.cast_signed())?)
+        self.file.cut(self.end)
     }
 
-    /// Returns the number of all its bytes.
+    /// Returns the number of bytes, sent and unsent.
     pub fn length(&self) -> u64 {
         self.end
     }
 
-    /// Returns the number of bytes that are not sent yet.
+    /// Returns the number of unsent bytes.
     pub fn waiting(&self) -> usize {
         usize::try_from(self.end - self.sent).unwrap_or(usize::MAX)
     }
 
-    /// Returns the bytes that are not sent yet.
+    /// Returns the unsent bytes.
     pub fn unsent(&self) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; self.waiting()];
         self.file.read(&mut bytes, self.sent)?;
@@ -158,8 +155,8 @@ impl Answers {
         }
     }
 
-    /// Sends as much as possible now to `client`, which is non-blocking.
-    pub fn flush(&mut self, client: &UnixStream) -> io::Result<()> {
+    /// Sends as much as is possible now to `client`, which is non-blocking.
+    pub fn flush(&mut self, client: &Stored) -> io::Result<()> {
         if let Some(error) = self.failed.take() {
             return Err(error);
         }

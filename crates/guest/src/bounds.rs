@@ -1,46 +1,46 @@
 //! Limits of what a guest may send, enforced before it is parsed.
 //!
-//! ttrpc reads any frame: up to 4 MiB, also for calls that were never made, and skips longer ones to their
-//! end. An agent must send one response per call, of a length that fits the call. So the stream is checked
-//! frame by frame, and the first violation ends the session:
+//! ttrpc reads any frame: up to 4 MiB, also for calls that were never made, and skips longer ones to their end. An
+//! agent must send one response per call, of a length that fits the call. So the stream is checked frame by frame, and
+//! the first violation ends the session:
 //!
 //! ```text
 //! daemon ──call: stream, method───────▶ pending: stream → most bytes ──▶ agent
 //! daemon ◀─response: pending stream, not longer than that────────────── agent
 //! ```
 //!
-//! Only headers and methods are parsed. A guest then costs the daemon at most the responses to the daemon's
-//! own calls; a violation only costs its own pod, which ends with the session.
+//! Only headers and methods are parsed. So a guest costs the daemon at most the responses to the daemon's own calls. A
+//! violation only costs the guest's own pod, which ends with the session.
 
 use std::collections::HashMap;
 
 use protobuf::CodedInputStream;
 use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, MessageHeader};
 
-/// Most calls without a response: each process has one waiting for its exit and two for its streams, and each
+/// The most calls without a response. Each process has one call waiting for its exit and two for its streams, and each
 /// forwarded connection has one.
 const MAX_PENDING: usize = 8192;
-/// Beginning of a call that contains its service and method, and the next tag, bytes.
+/// The length of the beginning of a call that contains its service and method, and the next tag, bytes.
 const NAMES: usize = 96;
-/// Most bytes of a message beside the data it carries.
+/// The most bytes of a message in addition to its data.
 const OVERHEAD: usize = 4096;
-/// Most characters of a guest's text that are shown.
+/// The most characters of a guest's text that are shown.
 const MAX_SHOWN: usize = 2048;
 
 /// Returns the most bytes of a response to `method`.
 fn most(method: &str) -> usize {
     match method {
-        // Most bytes that `container/io.rs` and `pod/forward.rs` request.
+        // The most bytes that `container/io.rs` and `pod/forward.rs` request.
         "ReadOutput" | "ReadConnection" => (64 << 10) + OVERHEAD,
-        // Some thousand processes, and the termination messages of a hundred exited ones. An entry of two
-        // bytes on the wire takes eighty in memory.
+        // About a thousand processes, and the termination messages of a hundred exited ones. An entry of two bytes on
+        // the wire takes eighty in memory.
         "ListContainers" => 512 << 10,
         "ListProcesses" => 256 << 10,
         _ => 64 << 10,
     }
 }
 
-/// Something that no agent does.
+/// An error in a guest's stream that no agent makes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
     /// A response without a call.
@@ -69,7 +69,7 @@ pub enum Violation {
 pub struct Follow {
     requests: Frames<NAMES>,
     responses: Frames<0>,
-    /// Most bytes of each pending response, by stream.
+    /// The most bytes of each pending response, by stream.
     pending: HashMap<u32, usize>,
     violated: Option<Violation>,
 }
@@ -121,12 +121,12 @@ impl Follow {
     }
 }
 
-/// Finds frames in a stream of pieces: the header of each, and the first `PEEK` bytes of its body.
+/// A search for frames in a stream of pieces: the header of each, and the first `PEEK` bytes of its body.
 #[derive(Debug, Default)]
 struct Frames<const PEEK: usize> {
-    /// The beginning of a frame.
+    /// The beginning of the current frame.
     begun: Vec<u8>,
-    /// Bytes of the frame that are still to come, once its beginning is complete.
+    /// The number of bytes of the frame that have not arrived, once its beginning is complete.
     left: Option<usize>,
 }
 
@@ -178,7 +178,7 @@ fn method_of(request: &[u8]) -> Option<String> {
     }
 }
 
-/// Sanitizes text of a guest for display: replaces control characters, and truncates it.
+/// Sanitizes a guest's text for display: replaces control characters, and truncates it.
 pub fn plain(words: &str) -> String {
     let shown = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut shown: String = shown.take(MAX_SHOWN + 1).collect();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// However a stream is cut, the same frames are found.
+        /// The same frames are found however a stream is cut.
         #[test]
         fn frames_are_found_in_any_pieces(
             lengths in prop::collection::vec(0usize..300, 1..8),

@@ -1,11 +1,12 @@
 //! The calls of one session: one task writes them to the agent's stream, and reads the responses.
 //!
-//! ttrpc's own client keeps space for 32 messages for each session, and for 32 more for each call that waits. A pod with a container has three calls
-//! that wait for as long as it lives, so this was 16 KiB of its 97 KiB in the daemon. Here a session has one queue of bytes, and a call has
-//! space for its own response.
+//! ttrpc's own client keeps space for 32 messages for each session, and for 32 more for each call that waits. A pod
+//! with a container has three calls that wait for as long as it lives, which took 16 KiB of its 97 KiB in the daemon.
+//! Here a session has one queue of bytes, and a call has space for its own response.
 //!
-//! A write never waits: what the stream does not accept stays in the queue. So a guest that is busy or paused does not hold up a call
-//! half-written, which would end the session, and with it every other call. [`Calls::room`] makes callers wait while the queue is long.
+//! A write never waits: bytes that the stream does not accept stay in the queue. So a guest that is busy or paused does
+//! not stop a call halfway, which would end the session, and with it every other call. [`Calls::room`] makes callers
+//! wait while the queue is long.
 //!
 //! ```text
 //! call ─▶ room ─▶ queue ─▶ task ─▶ stream
@@ -39,7 +40,7 @@ use crate::{
     error::TIME_IS_OVER,
 };
 
-/// No call is started while so many bytes are queued. Concurrent calls may exceed it by their own size.
+/// The number of queued bytes from which no call is started. Concurrent calls may exceed it by their own size.
 const MAX_WAITING: usize = 1 << 20;
 
 /// The calls of one session. Cheap to clone; the session ends with the last clone.
@@ -57,12 +58,12 @@ impl Drop for Owner {
     }
 }
 
-/// What callers and the task share.
+/// The state shared by callers and the task.
 #[derive(Default)]
 struct Shared {
-    // A plain lock: never held across an await.
+    // The plain lock is never held across an await.
     session: Mutex<Session>,
-    /// The queue has become shorter, or the session has ended.
+    /// Notified when the queue becomes shorter, or the session ends.
     changed: Notify,
 }
 
@@ -70,13 +71,28 @@ struct Shared {
 struct Session {
     follow: Follow,
     queue: Outgoing,
-    /// Number of earlier calls.
-    calls: u32,
-    /// Callers that wait for a response, by stream.
+    /// The number of earlier streams, modulo 2^32.
+    streams: u32,
+    /// The callers that wait for a response, by stream.
     waiting: HashMap<u32, oneshot::Sender<Result<Vec<u8>>>>,
     task: Option<Waker>,
-    /// Why the session has ended.
+    /// The reason why the session has ended.
     end: Option<Error>,
+}
+
+impl Session {
+    /// Returns the stream of the next call. A session may make more calls than there are streams, while some of its
+    /// first calls still wait: their streams are skipped. [`Follow`] limits their number.
+    fn next_stream(&mut self) -> u32 {
+        loop {
+            // A caller's streams are odd.
+            let stream = self.streams.wrapping_mul(2) | 1;
+            self.streams = self.streams.wrapping_add(1);
+            if !self.waiting.contains_key(&stream) {
+                return stream;
+            }
+        }
+    }
 }
 
 impl Calls {
@@ -132,7 +148,7 @@ impl Caller for Calls {
                 None => response.await,
                 Some(limit) => {
                     let late = |_| Error::Others(TIME_IS_OVER.to_owned());
-                    // Boxed: a call without a limit waits for long, and needs no timer.
+                    // The timer is boxed: a call without a limit waits for long, and needs none.
                     Box::pin(timeout(limit, response)).await.map_err(late)?
                 }
             };
@@ -168,9 +184,7 @@ impl Shared {
             if let Some(end) = &session.end {
                 return Err(end.clone());
             }
-            // Those of a caller are odd.
-            let stream = session.calls.wrapping_mul(2) | 1;
-            session.calls = session.calls.wrapping_add(1);
+            let stream = session.next_stream();
             let head: Vec<u8> = MessageHeader::new_request(stream, payload.len() as u32).into();
             for bytes in [&head, &payload] {
                 // After a violation the task ends the session, and this call.
@@ -186,7 +200,7 @@ impl Shared {
         Ok(response)
     }
 
-    /// Writes what is queued, as much as the stream accepts.
+    /// Writes as many queued bytes as the stream accepts.
     fn write(&self, cx: &mut Context<'_>, stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
         let mut session = self.lock();
         if !session.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
@@ -203,12 +217,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Checks bytes of the guest.
+    /// Checks bytes from the guest.
     fn received(&self, bytes: &[u8]) -> io::Result<()> {
         self.lock().follow.received(bytes).map_err(refused)
     }
 
-    /// Passes a response to its caller, which may have gone.
+    /// Passes a response to its caller, which may be gone.
     fn deliver(&self, stream: u32, payload: Vec<u8>) {
         let caller = self.lock().waiting.remove(&stream);
         if let Some(caller) = caller {
@@ -274,12 +288,9 @@ mod tests {
     /// Reads calls, and responds to the last one.
     async fn answer_last(guest: &mut DuplexStream, calls: usize) {
         for call in 1..=calls {
-            let mut head = [0; MESSAGE_HEADER_LENGTH];
-            guest.read_exact(&mut head).await.unwrap();
-            let head = MessageHeader::from(head);
-            guest.read_exact(&mut vec![0; head.length as usize]).await.unwrap();
+            let stream = next_call(guest).await;
             if call == calls {
-                guest.write_all(&answer(head.stream_id, MESSAGE_TYPE_RESPONSE)).await.unwrap();
+                guest.write_all(&answer(stream, MESSAGE_TYPE_RESPONSE)).await.unwrap();
             }
         }
     }
@@ -323,6 +334,43 @@ mod tests {
         };
         let (answered, ()) = tokio::join!(asked, answer_last(&mut guest, calls + 1));
         answered.unwrap();
+    }
+
+    /// Reads one call. Returns its stream.
+    async fn next_call(guest: &mut DuplexStream) -> u32 {
+        let mut head = [0; MESSAGE_HEADER_LENGTH];
+        guest.read_exact(&mut head).await.unwrap();
+        let head = MessageHeader::from(head);
+        guest.read_exact(&mut vec![0; head.length as usize]).await.unwrap();
+        head.stream_id
+    }
+
+    #[tokio::test]
+    async fn a_session_that_has_used_every_stream_takes_none_from_a_call_that_still_waits() {
+        let (client, calls, mut guest) = client(1 << 10);
+        let stats = StatsRequest::new();
+        let waiting = tokio::spawn({
+            let (client, stats) = (client.clone(), stats.clone());
+            async move { client.stats(Forever::default(), &stats).await }
+        });
+        let first = next_call(&mut guest).await;
+        calls.0.shared.lock().streams = u32::MAX / 2 - 2;
+        let mut streams = Vec::new();
+        for _ in 0..6 {
+            let asked = client.stats(Forever::default(), &stats);
+            let answered = async {
+                let stream = next_call(&mut guest).await;
+                guest.write_all(&answer(stream, MESSAGE_TYPE_RESPONSE)).await.unwrap();
+                stream
+            };
+            let (told, stream) = tokio::join!(asked, answered);
+            told.unwrap();
+            streams.push(stream);
+        }
+        assert_eq!((first, &streams[..]), (1, &[u32::MAX - 4, u32::MAX - 2, u32::MAX, 3, 5, 7][..]));
+        guest.write_all(&answer(first, MESSAGE_TYPE_RESPONSE)).await.unwrap();
+        waiting.await.unwrap().unwrap();
+        assert_eq!(calls.violation(), None);
     }
 
     #[tokio::test]

@@ -17,13 +17,13 @@ pub enum ConnectError {
     /// The VMM provides no stream.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// The agent did not respond, or is another one than expected.
+    /// The agent did not respond, or is not the expected one.
     #[error(transparent)]
     Guest(#[from] GuestError),
 }
 
-/// Greets the agent and waits until it is ready. The caller sets the deadline and watches the VM meanwhile.
-/// `timeout` is for each short call to the agent afterwards.
+/// Greets the agent and waits until it is ready. The caller sets the deadline and watches the VM meanwhile. `timeout`
+/// applies to each short call to the agent afterwards.
 pub async fn connect(
     pod: &SandboxId,
     vm: &dyn Vm,

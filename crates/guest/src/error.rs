@@ -28,12 +28,12 @@ pub enum GuestError {
         pod: SandboxId,
         /// The call.
         call: &'static str,
-        /// The error's code.
+        /// The gRPC code of the error.
         code: Code,
         /// The agent's message.
         message: String,
     },
-    /// No response, or an unreadable one.
+    /// There was no response, or an unreadable one.
     #[error("agent of pod {pod} did not respond to {call}")]
     Failed {
         /// The pod.
@@ -64,7 +64,7 @@ pub enum GuestError {
 }
 
 impl GuestError {
-    /// Returns the code of the response.
+    /// Returns the gRPC code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { code, .. } => *code,
@@ -79,10 +79,10 @@ impl GuestError {
     }
 }
 
-/// What a call says when its time is over. ttrpc has no variant for it.
+/// The error text of a call whose time is over. ttrpc has no variant for it.
 pub(crate) const TIME_IS_OVER: &str = "Request deadline elapsed";
 
-/// What a call says whose guest has not read the earlier ones by then.
+/// The error text of a call whose guest has not read the earlier ones in time.
 pub(crate) const NOT_READ: &str = "the guest does not read calls";
 
 /// Returns whether a call failed because the guest did not respond in time, and not because its session ended.

@@ -4,17 +4,17 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-/// Responses shorter than this, bytes, are small: requesting one costs more than copying it.
+/// The length below which a response is small, bytes: requesting such a response costs more than copying it.
 const SMALL: usize = 4 << 10;
-/// So many small responses are not delayed: a command's output, a user at a terminal.
+/// The number of small responses that are not delayed: a command's output, a user at a terminal.
 const BURST: u32 = 256;
-/// Interval of further ones. Output of a program in the interval is read together.
+/// The interval of further small responses. Output of a program in the interval is read together.
 const EACH: Duration = Duration::from_millis(1);
 
-/// Limits the rate of small reads of a stream, which would keep the daemon busy.
+/// A limit of the rate of small reads of a stream, which would keep the daemon busy.
 ///
-/// A token bucket of size [`BURST`] that gets a token in each [`EACH`]: stored as the time at which it will
-/// be full.
+/// A token bucket of size [`BURST`] that gets a token in each [`EACH`]. It is stored as the time at which it will be
+/// full.
 #[derive(Debug)]
 pub struct Pace {
     full_at: Instant,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sandboxer_protocol::agent::{SyncClockRequest, SyncClockResponse};
 
-/// A guest's clocks, and when they were requested.
+/// A reading of a guest's clocks, and the time of the request.
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
     /// CLOCK_REALTIME of the host at the request, ns.
@@ -23,8 +23,8 @@ impl Reading {
         Self { asked_ns, took, boottime_ns: said.boottime_ns, realtime_ns: said.realtime_ns }
     }
 
-    /// Returns the host's clock when the guest read its own: the middle, with an error of half the time it
-    /// took.
+    /// Returns the time of the host's clock at which the guest read its own: the middle of the request, with an error
+    /// of half its duration.
     fn host_ns(&self) -> u64 {
         self.asked_ns.saturating_add(self.error_ns())
     }

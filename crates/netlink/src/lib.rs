@@ -1,7 +1,7 @@
 //! An rtnetlink client: one request at a time.
 //!
 //! It blocks on purpose: on the host it runs in a thread that has entered a pod's network namespace and ends
-//! afterwards, in a guest in the only thread. The kernel answers within the sending call.
+//! afterwards, and in a guest in the only thread. The kernel responds within the sending call.
 
 mod link;
 
@@ -20,13 +20,13 @@ use netlink_packet_route::{
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
-/// Maximum objects of one dump.
+/// The maximum number of objects of one dump.
 const MAX_OBJECTS: usize = 16 << 10;
 
-/// Maximum datagram, bytes. The kernel sends at most 32 KiB, except for a single larger object.
+/// The maximum length of a datagram, bytes. The kernel sends at most 32 KiB, except for a single larger object.
 const DATAGRAM: usize = 64 << 10;
 
-/// A socket in the network namespace in which it was opened.
+/// An rtnetlink socket in the network namespace in which it was opened.
 #[derive(Debug)]
 pub struct Netlink {
     socket: Socket,
@@ -40,17 +40,17 @@ impl Netlink {
         let mut socket = Socket::new(NETLINK_ROUTE)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
-        // Dumps contain only requested objects.
+        // With this, dumps contain only requested objects.
         socket.set_netlink_get_strict_chk(true)?;
         Ok(Self { socket, sequence: 0, datagram: Vec::with_capacity(DATAGRAM) })
     }
 
-    /// Sends a request and waits for its acknowledgement. `flags` are such as [`NLM_F_CREATE`].
+    /// Sends a request and waits for its acknowledgement. `flags` are, for example, [`NLM_F_CREATE`].
     pub fn request(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         self.converse(message, NLM_F_ACK | flags, |_: RouteNetlinkMessage| Ok(()))
     }
 
-    /// Returns all objects of the kind of `message`, a `Get…`.
+    /// Returns all objects of the kind of `message`, which is a `Get…`.
     pub fn dump(&mut self, message: RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
         self.all(message)
     }
@@ -91,7 +91,7 @@ impl Netlink {
         self.socket.send(&bytes, 0)?;
         loop {
             self.datagram.clear();
-            // Into a buffer of fixed size, without a peek each time: half of the system calls.
+            // A buffer of fixed size needs no peek for each message, which halves the number of system calls.
             let length = self.socket.recv(&mut self.datagram, libc::MSG_TRUNC)?;
             if length > self.datagram.len() {
                 return Err(io::Error::other(format!("a message has {length} bytes, more than {DATAGRAM}")));
@@ -99,7 +99,7 @@ impl Netlink {
             let mut rest = self.datagram.as_slice();
             while !rest.is_empty() {
                 let answer = NetlinkMessage::<T>::deserialize(rest).map_err(io::Error::other)?;
-                // Padded to four bytes, except the last.
+                // Messages are padded to four bytes, except the last.
                 let length = (answer.header.length as usize).next_multiple_of(4);
                 rest = rest.get(length.max(4)..).unwrap_or_default();
                 if answer.header.sequence_number != self.sequence {

@@ -2,19 +2,19 @@
 
 use netlink_packet_core::{DecodeError, NetlinkDeserializable, NetlinkHeader, NlasIterator};
 
-/// Length of `struct ifinfomsg`, rtnetlink(7), bytes; at 4 in it is the index, at 8 are the flags.
+/// The length of `struct ifinfomsg`, rtnetlink(7), bytes; it has the index at offset 4, and the flags at 8.
 const HEAD: usize = 16;
 
 /// A network device. The kernel reports fifty more attributes, which took an emulated guest 8 ms to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Its index.
+    /// The device's index.
     pub index: u32,
-    /// Whether it is up.
+    /// Whether the device is up.
     pub up: bool,
-    /// Its name.
+    /// The device's name.
     pub name: String,
-    /// Its permanent link-layer address; empty if it has none.
+    /// The device's permanent link-layer address; empty if it has none.
     pub permanent_address: Vec<u8>,
 }
 

@@ -1,5 +1,5 @@
-//! Published figures, shown next to measured ones and never mixed with them. The facts and their sources
-//! are in `data/published.json`.
+//! Published figures, shown next to measured ones and never mixed with them. The facts and their sources are in
+//! `data/published.json`.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,37 +8,37 @@ const DATA: &str = include_str!("../data/published.json");
 /// A published figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Anchor {
-    /// The system.
+    /// The measured system.
     pub system: String,
-    /// Its version.
+    /// Version of the system.
     pub version: String,
-    /// The source.
+    /// Where the figure was published.
     pub source: String,
-    /// The hardware; always different from ours.
+    /// The source's hardware, which always differs from ours.
     pub hardware: String,
-    /// A note.
+    /// A remark on the figure.
     pub note: String,
-    /// The figure.
+    /// What was published: a start-up time or an amount of memory.
     #[serde(flatten)]
     pub figure: Figure,
 }
 
-/// What a published time is.
+/// What kind of figure a published time is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// The median of `n` times.
     Median,
-    /// Their mean.
+    /// The mean of `n` times.
     Mean,
-    /// An upper bound, promised and not measured.
+    /// An upper bound that was promised, not measured.
     Bound,
-    /// A number in a text, which says neither what it is of nor how many times were taken.
+    /// A number in a text that states neither its kind nor the number of samples.
     Stated,
 }
 
 impl Kind {
-    /// Returns the word that stands before the time in tables.
+    /// Returns the word that precedes the time in tables.
     pub const fn as_str(self) -> &'static str {
         match self {
             Kind::Median => "p50",
@@ -49,38 +49,39 @@ impl Kind {
     }
 }
 
-/// The published figure.
+/// A published figure by kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Figure {
     /// A start-up time.
     StartUp {
-        /// serial, parallel, parallel-batch, vm-boot or kubernetes.
+        /// Mode of the starts: "serial", "parallel", "parallel-batch", "vm-boot" or "kubernetes".
         mode: String,
-        /// Pods at once.
+        /// Number of pods started at once.
         group: u32,
-        /// Start and end of the time, in the source's terms.
+        /// Start and end of the measured time, in the source's terms.
         measures: String,
-        /// Samples; not always stated.
+        /// Number of samples; `None` if the source does not state it.
         n: Option<u32>,
-        /// What `ms` is.
+        /// What `ms` is: a median, a mean, a bound or a bare number.
         is: Kind,
-        /// ms.
+        /// The time, ms.
         ms: f64,
-        /// ms.
+        /// The 95th percentile, ms.
         p95_ms: Option<f64>,
-        /// ms.
+        /// The 99th percentile, ms.
         p99_ms: Option<f64>,
-        /// The distribution where raw data are published: ms, part.
+        /// The distribution, where raw data are published: pairs of a time in ms and the fraction of samples at or
+        /// below it.
         cdf: Vec<(f64, f64)>,
     },
     /// An amount of memory.
     Memory {
         /// Number of pods.
         pods: u32,
-        /// What is included.
+        /// What the source counts as memory.
         definition: String,
-        /// MB, as in the source.
+        /// The sum of PSS, MB, as in the source.
         pss_mb: f64,
     },
 }
@@ -91,12 +92,12 @@ pub fn all() -> Vec<Anchor> {
 }
 
 impl Anchor {
-    /// Returns system and version.
+    /// Returns the system and its version.
     pub fn name(&self) -> String {
         format!("{} {}", self.system, self.version).trim_end().to_owned()
     }
 
-    /// Returns whether it is a start-up figure in this mode.
+    /// Returns whether this is a start-up figure in mode `wanted`.
     pub fn is_startup(&self, wanted: &str) -> bool {
         matches!(&self.figure, Figure::StartUp { mode, .. } if mode == wanted)
     }
@@ -134,7 +135,7 @@ mod tests {
         for anchor in all() {
             let Figure::StartUp { ms: p50_ms, p95_ms: Some(p95), cdf, .. } = &anchor.figure else { continue };
             let reached = |part: f64| cdf.iter().find(|point| point.1 >= part - 1e-9).map(|point| point.0);
-            // Long distributions are thinned: the next point may be a few ms on.
+            // Long distributions are thinned: the next point may be a few ms away.
             for (part, figure) in [(0.5, *p50_ms), (0.95, *p95)] {
                 let near = reached(part).is_some_and(|ms| ms >= figure && ms - figure <= 5.0);
                 assert!(near, "{}: {part} {figure} {:?}", anchor.system, reached(part));

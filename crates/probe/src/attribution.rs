@@ -1,13 +1,16 @@
-//! Attribution of processes to pods and roles, by the ties between them, in this order.
+//! Attributes processes to pods and roles by their ties, tried in this order:
 //!
-//! 1. The pod's or a container's id stands in the command line or in the path of a cgroup.
-//! 2. The parent belongs to the pod.
-//! 3. It is younger than the pod and holds a file of it open: a helper. If it is older and holds a file,
-//!    watches a process of the pod by pidfd or is the parent of one, it serves pods: resident.
-//! 4. It descends from the CRI runtime or a resident process and none of the above holds: a VM is in
-//!    the pool; anything else is not attributed.
+//! 1. A process has the id of a pod or container in its command line or in the path of a cgroup.
+//! 2. Its parent belongs to the pod.
+//! 3. It is younger than the pod and has one of the pod's files open: a helper. If it is older and has such a file
+//!    open, watches a process of the pod by pidfd or is the parent of one, it serves pods: resident.
+//! 4. It is the parent of a resident process with a name of the same family, or a child of one that runs the same
+//!    program: resident, too.
+//! 5. It descends from the CRI runtime or a resident process, and none of the above holds: a VM is in the pool, and
+//!    anything else stays unattributed.
 //!
-//! Program names only decide between roles of processes that have a tie.
+//! A kernel thread that carries a VM's packets has the role of the process it works for. Program names only distinguish
+//! between roles of processes that have a tie.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::{Process, Table};
 
-/// Role of memory.
+/// Role of a process, or of a part of its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -35,14 +38,14 @@ pub enum Role {
     Template,
     /// A VM in the pool, with its guest's memory.
     Pool,
-    /// A container's own processes, where they are on the host.
+    /// A container's own processes, where they run on the host.
     Workload,
     /// A descendant of the runtime that belongs to no pod.
     Unattributed,
 }
 
 impl Role {
-    /// Every role.
+    /// All roles, in the order of reports.
     pub const ALL: [Role; 10] = [
         Role::Daemon,
         Role::Shim,
@@ -72,7 +75,7 @@ impl Role {
         }
     }
 
-    /// Returns whether "management only" includes it, as in published figures.
+    /// Returns whether the role counts as "management only", as in published figures.
     pub const fn is_management(self) -> bool {
         matches!(self, Role::Daemon | Role::Shim)
     }
@@ -87,33 +90,33 @@ impl std::fmt::Display for Role {
 /// Identifiers of a pod.
 #[derive(Debug, Clone, Default)]
 pub struct PodIds {
-    /// Sandbox id.
+    /// The sandbox's id.
     pub pod: String,
-    /// Container ids.
+    /// The ids of the pod's containers.
     pub containers: Vec<String>,
-    /// Its process, if the runtime reports it.
+    /// The pod's process; `None` if the runtime does not report it.
     pub pid: Option<i32>,
 }
 
-/// Processes known in advance.
+/// Processes that are known in advance.
 #[derive(Debug, Clone, Default)]
 pub struct Known {
-    /// The CRI runtime, by its socket.
+    /// The CRI runtime, found by its socket.
     pub cri: Option<i32>,
-    /// Resident processes, by their sockets or from earlier.
+    /// Resident processes, found by their sockets or in an earlier table.
     pub resident: BTreeSet<i32>,
-    /// The probe and its ancestors: they have pods' logs open, but do not belong to pods.
+    /// The probe and its ancestors, which have pods' logs open but belong to no pod.
     pub observers: BTreeSet<i32>,
 }
 
-/// Attribution of a process.
+/// The attribution of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
-    /// Its role.
+    /// Role of the process.
     pub role: Role,
-    /// Its pod; `None` if it serves all or none.
+    /// Id of the process's pod; `None` if it serves all pods or none.
     pub pod: Option<String>,
-    /// The tie.
+    /// The tie that decided, as text.
     pub tie: String,
 }
 
@@ -128,7 +131,7 @@ const MONITORS: [&str; 7] = [
     "runsc-sandbox",
 ];
 
-/// Attributes the processes of `table` to `pods`. The result omits unrelated processes.
+/// Attributes the processes of `table` to `pods`. Omits unrelated processes.
 pub fn attribute(table: &Table, pods: &[PodIds], known: &Known) -> BTreeMap<i32, Found> {
     let mut found = BTreeMap::new();
     let skipped =
@@ -139,7 +142,8 @@ pub fn attribute(table: &Table, pods: &[PodIds], known: &Known) -> BTreeMap<i32,
     by_id(table, pods, &skipped, &mut found);
     by_descent(table, &skipped, &mut found);
     by_files_and_watches(table, pods, &skipped, &mut found);
-    // Also children of helpers.
+    by_family(table, &skipped, &mut found);
+    // This includes children of helpers.
     by_descent(table, &skipped, &mut found);
     by_origin(table, known, &skipped, &mut found);
     name_roles(table, pods, known, &mut found);
@@ -244,6 +248,43 @@ fn by_files_and_watches(
     found.extend(more);
 }
 
+/// Adds the parents of resident processes, and their children that run the same program.
+fn by_family(table: &Table, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Found>) {
+    loop {
+        let residents: Vec<&Process> = found
+            .iter()
+            .filter(|(_, tie)| tie.role == Role::Daemon)
+            .filter_map(|(pid, _)| table.get(pid))
+            .collect();
+        let mut more = BTreeMap::new();
+        for process in
+            table.values().filter(|process| !skipped(process.pid) && !found.contains_key(&process.pid))
+        {
+            let parent_of = residents.iter().find(|resident| {
+                resident.parent == process.pid && process.pid > 1 && are_family(&resident.name, &process.name)
+            });
+            let same =
+                |resident: &&&Process| process.parent == resident.pid && process.program == resident.program;
+            let child_of = residents.iter().find(same).filter(|_| process.program.is_some());
+            let tie = match (parent_of, child_of) {
+                (Some(resident), _) => format!("parent of {}, of the same family", resident.pid),
+                (None, Some(resident)) => format!("child of {}, of the same program", resident.pid),
+                (None, None) => continue,
+            };
+            more.insert(process.pid, Found { role: Role::Daemon, pod: None, tie });
+        }
+        if more.is_empty() {
+            return;
+        }
+        found.extend(more);
+    }
+}
+
+/// Returns whether two program names are of one family, such as `sandboxer` and `sandboxer-front`.
+fn are_family(a: &str, b: &str) -> bool {
+    !a.is_empty() && !b.is_empty() && (a.starts_with(b) || b.starts_with(a))
+}
+
 fn by_origin(table: &Table, known: &Known, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Found>) {
     let mut origins: BTreeSet<i32> =
         found.iter().filter(|(_, tie)| tie.role == Role::Daemon).map(|(&pid, _)| pid).collect();
@@ -265,7 +306,7 @@ fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMa
         found.iter().map(|(pid, tie)| (*pid, tie.pod.clone())).collect();
     for (pid, tie) in found.iter_mut() {
         let Some(process) = table.get(pid) else { continue };
-        // A helper that forks is the parent of a process, too: a shim's own parent is of no pod.
+        // A helper that forks is also the parent of a process; a shim's own parent belongs to no pod.
         let is_top = pods_of.get(&process.parent) != Some(&tie.pod);
         let monitor = process.has_vm || MONITORS.iter().any(|name| process.name.starts_with(name));
         if tie.role == Role::Unattributed && monitor {
@@ -287,6 +328,16 @@ fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMa
         } else {
             Role::Helper
         };
+    }
+    let of_owners: Vec<(i32, Role)> = table
+        .values()
+        .filter(|process| process.is_kernel_thread && found.contains_key(&process.pid))
+        .filter_map(|process| Some((process.pid, found.get(&process.parent)?.role)))
+        .collect();
+    for (pid, role) in of_owners {
+        if let Some(tie) = found.get_mut(&pid) {
+            tie.role = role;
+        }
     }
 }
 

@@ -1,7 +1,7 @@
-//! Boots a pod's VM alone: the time to its agent's ready message.
+//! Boots a pod's VM alone and measures the time to its agent's ready message.
 //!
-//! The arguments are those of a pod's own VMM, read from its command line, with sockets of this run's own.
-//! No daemon, no content of disks, no container: the rest of a start over CRI is the runtime's time.
+//! The arguments are read from the command line of a pod's own VMM; the sockets are new. There is no daemon, no disk
+//! content and no container: the rest of a start over CRI is the runtime's time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -23,7 +23,7 @@ use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::process::{ChildStderr, Command};
 
-/// Name of the character device of the agent's link.
+/// Name of the character device that links to the agent.
 const AGENT: &str = "agent";
 
 /// Maximum bytes of a VMM's output in an error.
@@ -38,33 +38,33 @@ pub enum BareBootError {
     /// The VMM's command line cannot be read.
     #[error("cannot read the command line of VMM {pid}")]
     Look {
-        /// Its process.
+        /// The VMM's process id.
         pid: i32,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The VMM cannot be started alone.
     #[error("VMM {pid} cannot be started alone: {reason}")]
     Unknown {
-        /// Its process.
+        /// The VMM's process id.
         pid: i32,
-        /// What is missing.
+        /// The missing argument.
         reason: &'static str,
     },
-    /// The kernel's command line has no key.
+    /// The kernel's command line has no usable boot parameters.
     #[error("VMM {pid} cannot be started alone")]
     NoKey {
-        /// Its process.
+        /// The VMM's process id.
         pid: i32,
-        /// What is missing.
+        /// What is wrong with the boot parameters.
         source: InvalidBootParams,
     },
     /// A step on the host failed.
     #[error("cannot {action} for a bare boot")]
     Host {
-        /// What was attempted.
+        /// The attempted step.
         action: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The agent sent no ready message.
@@ -75,7 +75,7 @@ pub enum BareBootError {
         /// The link's error.
         source: LinkError,
     },
-    /// Too late.
+    /// The agent's ready message came too late.
     #[error("no ready message of the agent in a bare boot within {0:?}")]
     Timeout(Duration),
 }
@@ -89,7 +89,7 @@ pub struct BareBoot {
 }
 
 impl BareBoot {
-    /// Reads the VM of this VMM process.
+    /// Reads the VM of the VMM process `pid` from its command line.
     pub fn like(pid: i32) -> Result<Self, BareBootError> {
         let look = |source| BareBootError::Look { pid, source };
         let program = fs::read_link(format!("/proc/{pid}/exe")).map_err(look)?;
@@ -112,14 +112,14 @@ impl BareBoot {
         Ok(Self { program, arguments, key })
     }
 
-    /// Boots once and returns the time from the process's start to the agent's ready message. Kills the VM afterwards.
+    /// Boots once, and returns the time from the process's start to the agent's ready message. Kills the VM afterwards.
     pub async fn run(&self, limit: Duration) -> Result<Duration, BareBootError> {
         let host = |action| move |source| BareBootError::Host { action, source };
         let dir = tempfile::Builder::new()
             .prefix("sandboxer-bare-")
             .tempdir()
             .map_err(host("create a directory"))?;
-        // The sockets exist before the VM: nothing has to wait for them.
+        // The sockets exist before the VM, so nothing has to wait for them.
         let mut listeners = Vec::new();
         let mut arguments = self.arguments.clone();
         for word in &mut arguments {
@@ -144,7 +144,7 @@ impl BareBoot {
         let ready = async {
             let mut stream =
                 UnixStream::connect(dir.path().join(AGENT)).await.map_err(host("connect to the agent"))?;
-            // Now, so that a VMM that exits at once closes the connection and does not refuse it.
+            // Drop only now: if the VMM exits at once, the connection is closed instead of refused.
             drop(listeners);
             let greeted = link::greet(&mut stream, &self.key).await;
             Ok(greeted.map(|_| begun.elapsed()))
@@ -158,7 +158,7 @@ impl BareBoot {
     }
 }
 
-/// Returns the arguments without files of disks that the other process was passed: `-add-fd fd=NUMBER,set=SET`.
+/// Returns the arguments without `-add-fd fd=NUMBER,set=SET`, which name disk files that the other process inherited.
 fn without_files(arguments: Vec<OsString>) -> Vec<OsString> {
     let mut kept = Vec::with_capacity(arguments.len());
     let mut words = arguments.into_iter();
@@ -172,7 +172,8 @@ fn without_files(arguments: Vec<OsString>) -> Vec<OsString> {
     kept
 }
 
-/// Returns an argument for a VM alone: its memory is a file of its own, its disks are empty, and its network interfaces are not connected.
+/// Returns an argument changed for a lone VM: its memory is a new file, its disks are empty, and its network interfaces
+/// are not connected.
 fn alone(word: OsString) -> OsString {
     let Some(text) = word.to_str() else { return word };
     if let Some(empty) = empty_disk(text) {
@@ -191,9 +192,9 @@ fn alone(word: OsString) -> OsString {
     }
 }
 
-/// Returns an empty image in place of one whose file the other process was passed.
+/// Returns an empty image to replace one whose file the other process inherited.
 fn empty_disk(text: &str) -> Option<String> {
-    /// More than any disk.
+    /// Larger than any disk.
     const BYTES: u64 = 64 << 40;
     let node: serde_json::Value = serde_json::from_str(text).ok()?;
     node["filename"].as_str()?.strip_prefix("/dev/fdset/")?;
@@ -202,7 +203,7 @@ fn empty_disk(text: &str) -> Option<String> {
     Some(json!({"driver": driver, "node-name": name, "read-only": read_only, "size": BYTES, "read-zeroes": true}).to_string())
 }
 
-/// Returns the first output of an ended VMM, for an error.
+/// Returns the first output of a VMM that has ended, for an error.
 async fn said(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {
@@ -214,7 +215,7 @@ async fn said(stderr: Option<ChildStderr>) -> String {
     }
 }
 
-/// Returns id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
+/// Returns the id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
 fn socket(word: &OsString) -> Option<(String, u32)> {
     let text = std::str::from_utf8(word.as_bytes()).ok()?.strip_prefix("socket,")?;
     let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name));

@@ -1,8 +1,8 @@
-//! Memory of a pod that uses all of its memory limit: what it holds on the host beyond the limit.
+//! Memory that a pod holds on the host beyond its memory limit while its container uses all of that limit.
 //!
-//! An idle pod says nothing of this. In a microVM the guest's kernel needs more the more its containers do, and if the pod's control
-//! group on the host (limit plus the RuntimeClass's overhead) is smaller than what the VM holds, the host's kernel ends the VM of a pod
-//! that is within its limits.
+//! An idle pod does not show this. In a microVM, the guest's kernel needs more memory the more its containers do. If
+//! the VM outgrows the pod's cgroup on the host (the limit plus the RuntimeClass's overhead), the host's kernel kills
+//! the VM of a pod that stays within its limits.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -16,27 +16,27 @@ use crate::{
     timeline::{self, RUN_LABEL, Recipe},
 };
 
-/// Number of readings.
+/// Number of memory readings.
 const LOOKS: u32 = 20;
-/// Interval between two of them.
+/// Interval between two readings.
 const LOOK: Duration = Duration::from_millis(500);
-/// Time for a container to fill its limit once.
+/// Maximum time for a container to fill its limit once.
 const FILL: Duration = Duration::from_secs(180);
 
-/// The most that a busy pod held.
+/// The most memory that a busy pod held.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Busy {
     /// Memory limit of the pod and of its container, MiB.
     pub limit_mib: u64,
-    /// Most memory on the host beyond the limit, KiB of PSS, of [`Busy::looks`] readings; of a runtime without VMs, all memory of its
-    /// own processes.
+    /// Largest memory on the host beyond the limit, KiB of PSS, in [`Busy::looks`] readings. For a runtime without VMs:
+    /// all memory of the runtime's own processes.
     pub beyond_kib: u64,
-    /// Readings.
+    /// Number of readings.
     pub looks: u32,
 }
 
-/// Starts a pod on `handler` whose container writes and reads a file larger than its memory limit, over and over, so that the cache of
-/// that file fills the limit. Measures and removes it. Returns an error that says what was not measured.
+/// Starts a pod on `handler` whose container repeatedly writes and reads a file larger than its memory limit, so that
+/// the file's cache fills the limit. Measures and removes the pod. Returns as an error what was not measured.
 pub async fn measure(
     runtime: &Runtime,
     watch: &LogWatch,
@@ -63,7 +63,7 @@ pub async fn measure(
     Ok(busy)
 }
 
-/// Returns a command that prints when the file was written and read once.
+/// Returns a command that prints a line once the file was written and read.
 fn fill(limit_mib: u64) -> Vec<String> {
     let once = format!(
         "dd if=/dev/zero of=/full bs=1M count={} 2>/dev/null && cat /full >/dev/null",
@@ -96,7 +96,7 @@ async fn look(
     Ok(Busy { limit_mib, beyond_kib: most.unwrap_or_default(), looks: LOOKS })
 }
 
-/// What the pod's own processes hold beyond the limit. The containers' memory is in that of the guest, if there is one.
+/// Returns the memory of the pod's own processes beyond the limit, KiB. Guest memory includes the containers' memory.
 fn beyond_kib(ledger: &Ledger, limit_mib: u64) -> u64 {
     let others = [Role::Daemon, Role::Pool, Role::Workload].map(|role| ledger.role(role)).iter().sum::<u64>();
     let own = ledger.total_kib() - others;

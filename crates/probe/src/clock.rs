@@ -1,4 +1,4 @@
-//! The clock of times: the wall clock, or the virtual clock of an emulated host.
+//! The clock that times are measured by: the wall clock, or the virtual clock of an emulated host.
 
 use std::fs;
 
@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 /// Word on the kernel's command line of a host with virtual time.
 const MARK: &str = "node.clock=virtual";
 
-/// A clock. A ratio, table or plot never mixes two clocks.
+/// A clock. No ratio, table or plot mixes two clocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Clock {
-    /// The wall clock. Results without a clock used it.
+    /// The wall clock; also of results that name no clock.
     #[default]
     Wall,
-    /// Time of an emulated host: one instruction is one nanosecond, and waiting costs nothing.
+    /// Time of an emulated host: one instruction takes one nanosecond, and waiting costs the host nothing.
     Virtual,
 }
 
@@ -31,7 +31,7 @@ impl Clock {
         if command_line.split_whitespace().any(|word| word == MARK) { Clock::Virtual } else { Clock::Wall }
     }
 
-    /// Returns its name, as results and the command line have it.
+    /// Returns the clock's name in results and on the command line.
     pub const fn as_str(self) -> &'static str {
         match self {
             Clock::Wall => "wall",
@@ -39,7 +39,7 @@ impl Clock {
         }
     }
 
-    /// Returns the unit of its times, as tables and plots show it.
+    /// Returns the unit of the clock's times in tables and plots.
     pub const fn ms(self) -> &'static str {
         match self {
             Clock::Wall => "ms",

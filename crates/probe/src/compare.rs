@@ -1,4 +1,4 @@
-//! Comparison of two results, and differences that make them incomparable.
+//! Compares two results, and lists the differences that make them incomparable.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::clock::Clock;
 use crate::manifest::{Facts, shown};
 use crate::ratio::Ratio;
-use crate::report::times;
+use crate::report::{times, times_by_group};
 use crate::sample::Mode;
 use crate::store::Loaded;
 
@@ -20,86 +20,100 @@ pub(crate) const SAME_HOST: [&str; 8] =
 pub(crate) const SAME_VMM: [&str; 5] =
     ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
 
-/// The comparison.
+/// Comparison of two results.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Names of the two.
+    /// Names of the two results.
     pub of: [String; 2],
-    /// Clock of both.
+    /// Clock of both results.
     pub clock: Clock,
-    /// Differences that make the two incomparable; empty if they are comparable.
+    /// Differences that make the two results incomparable; empty if they are comparable.
     pub not_comparable: Vec<Difference>,
-    /// Other differences, to keep in mind with every ratio.
+    /// Other differences, which limit what every ratio shows.
     pub differences: Vec<Difference>,
-    /// Start-up, the second over the first.
+    /// Start-up, the second result over the first.
     pub startup: Vec<StartUp>,
-    /// Memory, the second over the first.
+    /// Memory, the second result over the first.
     pub memory: Vec<Memory>,
 }
 
 /// A fact that differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Difference {
-    /// The fact.
+    /// Name of the fact.
     pub what: String,
-    /// Its two values.
+    /// The fact's value in each result.
     pub values: [String; 2],
 }
 
 /// Start-up of one runtime in one mode.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StartUp {
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Serial or parallel.
+    /// How the pods were started.
     pub mode: Mode,
-    /// Medians, ms.
+    /// Median start-up time of each result, ms; `None` without times.
     pub p50_ms: [Option<f64>; 2],
-    /// Ratio of the medians; `None` without times on both sides.
+    /// Number of failed starts of each result. No median includes them.
+    pub failures: [usize; 2],
+    /// Ratio of the medians; `None` unless both sides have times.
     pub ratio: Option<Ratio>,
+}
+
+impl StartUp {
+    /// Returns the ratio as text, with the factor by which the second result is faster.
+    pub fn shown(&self) -> String {
+        let Some(ratio) = self.ratio else { return "not measured: one side has no times".into() };
+        match (self.failures, ratio.times_faster()) {
+            ([a, b], _) if a + b > 0 => format!("{ratio}; no verdict: {a} | {b} starts failed"),
+            (_, Some(faster)) => format!("{ratio}, {faster}"),
+            (_, None) => ratio.to_string(),
+        }
+    }
 }
 
 /// Memory of one runtime with one number of pods.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Memory {
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Pods.
+    /// Number of pods.
     pub pods: u32,
-    /// Management, KiB.
+    /// Memory of management in each result, KiB.
     pub management_kib: [f64; 2],
-    /// All, KiB.
+    /// Memory of all roles in each result, KiB.
     pub total_kib: [f64; 2],
 }
 
 /// Why two results cannot be compared.
 #[derive(Debug, thiserror::Error)]
 pub enum CompareError {
-    /// They have no series in common.
+    /// The two results have no series in common.
     #[error("{a} and {b} have no runtime, mode and number of pods in common: there is nothing to compare")]
     NothingInCommon {
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
     },
-    /// Their clocks differ.
+    /// The clocks of the two results differ.
     #[error(
         "times of {a} are {} and those of {b} are {}: their ratio has no meaning. Compare runs with the same clock; ratios \
          of one run, such as those to runc, can be read beside each other",
         of[0].ms(), of[1].ms()
     )]
     Clocks {
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
-        /// Their clocks.
+        /// Clock of each result.
         of: [Clock; 2],
     },
 }
 
-/// Compares two runs. They did not alternate: a difference may come from the host.
+/// Compares two runs. They did not alternate, so a difference may come from the host.
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
@@ -120,7 +134,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     })
 }
 
-/// Compares the start-up times of the runtimes that both have measured.
+/// Compares the start-up times of the runtimes that both results have.
 fn startups(a: &Loaded, b: &Loaded) -> Vec<StartUp> {
     a.report
         .series
@@ -129,18 +143,28 @@ fn startups(a: &Loaded, b: &Loaded) -> Vec<StartUp> {
             let of_b = b.report.series.iter().find(|of_b| {
                 (&of_b.runtime, of_b.mode, of_b.group) == (&of_a.runtime, of_a.mode, of_a.group)
             })?;
-            let of = |result: &Loaded| times(&result.samples, &of_a.runtime, of_a.mode);
+            let ratio = match of_a.mode {
+                Mode::Parallel => {
+                    let [a, b] = [a, b].map(|result| times_by_group(&result.samples, &of_a.runtime));
+                    Ratio::of_groups(&b, &a)
+                }
+                Mode::Serial | Mode::Sustained => {
+                    let [a, b] = [a, b].map(|result| times(&result.samples, &of_a.runtime, of_a.mode));
+                    Ratio::of(&b, &a)
+                }
+            };
             Some(StartUp {
                 runtime: of_a.runtime.clone(),
                 mode: of_a.mode,
                 p50_ms: [of_a.summary.p50_ms, of_b.summary.p50_ms],
-                ratio: Ratio::of(&of(b), &of(a)),
+                failures: [of_a.summary.failures, of_b.summary.failures],
+                ratio,
             })
         })
         .collect()
 }
 
-/// Compares the memory of the runtimes and numbers of pods that both have measured.
+/// Compares the memory of the runtimes and numbers of pods that both results have.
 fn memories(a: &Loaded, b: &Loaded) -> Vec<Memory> {
     a.report
         .memory
@@ -161,7 +185,7 @@ fn memories(a: &Loaded, b: &Loaded) -> Vec<Memory> {
         .collect()
 }
 
-/// Returns what a reader has to keep in mind with each ratio.
+/// Returns the differences that limit what the ratios show.
 fn differences(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
     let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
@@ -188,7 +212,7 @@ fn differences(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     differences
 }
 
-/// Returns the facts of a group that differ.
+/// Returns the facts of `group` that differ.
 pub(crate) fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
     let absent = Value::String("not stated".into());
     names

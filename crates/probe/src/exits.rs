@@ -1,5 +1,5 @@
-//! VM exits during a pod's start, from KVM's statistics. To estimate times on other hardware, add the cost of the
-//! exits there.
+//! VM exits during a pod's start, from KVM's statistics. To estimate times on other hardware, add the cost of the exits
+//! there.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// KVM's statistics: one directory per VM, named by the thread that created the VM.
+/// Directory of KVM's statistics: one subdirectory per VM, named after the thread that created the VM.
 const STATISTICS: &str = "/sys/kernel/debug/kvm";
 
-/// Exits of each VM at one moment, by its directory's name.
+/// Exits of each VM at one moment, by the name of the VM's directory.
 pub type Counts = BTreeMap<String, u64>;
 
 /// KVM's statistics.
@@ -23,18 +23,18 @@ pub struct Exits {
 /// Exits per pod of a series.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExitsPerPod {
-    /// Pods whose exits were read.
+    /// Number of pods whose exits were read.
     pub n: usize,
-    /// Fewest.
+    /// Smallest number of exits.
     pub min: u64,
-    /// Median, by nearest rank.
+    /// Median number of exits, by nearest rank.
     pub p50: u64,
-    /// Most.
+    /// Largest number of exits.
     pub max: u64,
 }
 
 impl ExitsPerPod {
-    /// Returns the summary of these counts; `None` without counts.
+    /// Returns the summary of `counts`; `None` if there are none.
     pub fn of(mut counts: Vec<u64>) -> Option<Self> {
         counts.sort_unstable();
         Some(Self {
@@ -53,14 +53,14 @@ impl Default for Exits {
 }
 
 impl Exits {
-    /// Reads the exits of every VM of this host. Returns as an error why they cannot be read.
+    /// Reads the exits of every VM of this host. Returns as an error why that is impossible.
     pub fn look(&self) -> Result<Counts, String> {
         let names = self.names()?;
         // A VM may end while the directory is read.
         Ok(names.into_iter().filter_map(|name| Some((name.clone(), self.count(&name).ok()?))).collect())
     }
 
-    /// Returns the exits of this process' VM since `before`, or as an error why they are unknown.
+    /// Returns the exits of this process's VM since `before`, or as an error why they are unknown.
     pub fn since(&self, before: &Counts, vmm: i32) -> Result<u64, String> {
         let threads = self.processes.join(vmm.to_string()).join("task");
         let of_vmm =
@@ -103,7 +103,7 @@ mod tests {
     struct Host(tempfile::TempDir);
 
     impl Host {
-        /// VMs of `vms` (directory, exits); threads of `threads` (process, thread).
+        /// Creates VMs (directory, exits) and threads (process, thread).
         fn new(vms: &[(&str, &str)], threads: &[(i32, i32)]) -> Self {
             let dir = tempfile::tempdir().unwrap();
             fs::create_dir_all(dir.path().join("kvm")).unwrap();
@@ -124,14 +124,14 @@ mod tests {
 
     #[test]
     fn a_pods_exits_are_those_of_its_own_vm_since_the_release() {
-        // 40's VM was made by its first thread, 50's by another, as Cloud Hypervisor does.
+        // The VM of 40 was made by its first thread, the VM of 50 by another, as Cloud Hypervisor does.
         let host = Host::new(&[("40-11", "1000\n"), ("52-9", "70\n")], &[(40, 40), (50, 50), (50, 52)]);
         let exits = host.exits();
         let before = exits.look().unwrap();
         fs::write(host.0.path().join("kvm/40-11/exits"), "1234\n").unwrap();
         assert_eq!(exits.since(&before, 40), Ok(234));
         assert_eq!(exits.since(&Counts::new(), 50), Ok(70));
-        // The name came again: it is no difference to the one that was.
+        // A reused name: the count of the earlier VM is not subtracted.
         assert_eq!(exits.since(&Counts::from([("52-9".into(), 5000)]), 50), Ok(70));
     }
 

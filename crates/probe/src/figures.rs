@@ -1,4 +1,4 @@
-//! The plots of a result: on the page, and as files.
+//! The plots of a result, for the page and for files.
 
 use crate::anchors::{self, Anchor, Figure as Published};
 use crate::clock::Clock;
@@ -16,18 +16,22 @@ use crate::workload::store::Loaded as Workload;
 pub struct Figure {
     /// File name without extension.
     pub name: String,
-    /// The caption.
+    /// Caption below the plot.
     pub caption: String,
-    /// The plot.
+    /// The plot itself.
     pub scene: Scene,
 }
 
-/// Colours of runtimes: the same in every plot of a page.
+/// Colours of runtimes, the same in every plot of a page.
 #[derive(Debug, Clone, Default)]
-pub struct Palette(Vec<String>);
+pub struct Palette {
+    names: Vec<String>,
+    /// Whether to draw published wall times beside virtual ones, labelled as such.
+    beside_virtual: bool,
+}
 
 impl Palette {
-    /// Runtimes in order of their first appearance.
+    /// Assigns colours to runtimes in the order of their first appearance.
     pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>, workloads: &[Workload]) -> Self {
         let mut names: Vec<String> = Vec::new();
         let mut add = |name: &String| {
@@ -40,16 +44,21 @@ impl Palette {
             startup.chain(report.memory.iter().map(|row| &row.runtime)).for_each(&mut add);
         }
         workloads.iter().flat_map(|result| &result.report.series).for_each(|series| add(&series.runtime));
-        Self(names)
+        Self { names, beside_virtual: false }
     }
 
-    /// Returns a runtime's colour.
+    /// Returns the palette with published times beside virtual ones, if `wanted`.
+    pub fn with_published(self, wanted: bool) -> Self {
+        Self { beside_virtual: wanted, ..self }
+    }
+
+    /// Returns the colour of `runtime`.
     pub fn ink(&self, runtime: &str) -> Ink {
-        Ink::Series(self.0.iter().position(|name| name == runtime).unwrap_or_default())
+        Ink::Series(self.names.iter().position(|name| name == runtime).unwrap_or_default())
     }
 }
 
-/// Returns all plots that a result has data for.
+/// Returns all plots for which a result has data.
 pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
     let mut figures = Vec::new();
     figures.extend(startup(result, Mode::Serial, palette));
@@ -64,6 +73,8 @@ pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
 
 fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     let (series, clock) = (&result.report.series, result.report.clock);
+    // The axis names the unit; "virtual ms" would not fit into a legend.
+    let of_times = if clock == Clock::Wall { " ms" } else { "" };
     let series = series.iter().filter(|series| series.mode == mode);
     let mut curves: Vec<Curve> = series
         .map(|series| {
@@ -71,7 +82,7 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
             let p50 = series
                 .summary
                 .p50_ms
-                .map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0} {}", clock.ms()));
+                .map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0}{of_times}"));
             let name = format!("{}, n = {}, {p50}", series.runtime, series.summary.n);
             Curve { name, points: cdf(&times), ink: palette.ink(&series.runtime), dots: false }
         })
@@ -81,8 +92,8 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
         return None;
     }
     let (name, caption) = match mode {
-        Mode::Serial => {
-            curves.extend(published("serial", clock));
+        Mode::Serial | Mode::Sustained => {
+            curves.extend(published("serial", clock, palette));
             ("startup-serial", "Serial start-up, from the start request to the container's first byte. ")
         }
         Mode::Parallel => (
@@ -92,66 +103,82 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     };
     Some(Figure {
         name: name.into(),
-        caption: format!("{caption}{}{}", virtually(clock), dashed(&curves)),
-        scene: distributions(&format!("Start-up, {mode}, {}", clock.ms()), clock.ms(), &curves),
+        caption: format!("{caption}{}{}", virtually(clock), dashed(&curves, clock)),
+        scene: distributions(&format!("Start-up, {mode}, {}", clock.ms()), &unit(clock, &curves), &curves),
     })
 }
 
 fn batches(report: &Report, palette: &Palette) -> Option<Figure> {
-    let with = report.series.iter().filter(|series| series.batch_ms.len() > 1);
-    let mut curves: Vec<Curve> = with
-        .map(|series| Curve {
-            name: format!("{}, {} groups of {}", series.runtime, series.batch_ms.len(), series.group),
-            points: cdf(&series.batch_ms),
-            ink: palette.ink(&series.runtime),
-            dots: false,
-        })
-        .collect();
+    let curve = |series: &Series| {
+        let walls: Vec<f64> = series.walls().collect();
+        let name = format!("{}, {} groups of {}", series.runtime, walls.len(), series.group);
+        let ink = palette.ink(&series.runtime);
+        (walls.len() > 1).then(|| Curve { name, points: cdf(&walls), ink, dots: false })
+    };
+    let mut curves: Vec<Curve> = report.series.iter().filter_map(curve).collect();
     if curves.is_empty() {
         return None;
     }
-    if report.series.iter().any(|series| series.group == 50) {
-        curves.extend(published("parallel-batch", report.clock));
+    if palette.beside_virtual || report.series.iter().any(|series| series.group == 50) {
+        curves.extend(published("parallel-batch", report.clock, palette));
     }
     Some(Figure {
         name: "startup-batch".into(),
         caption: format!(
             "Time of whole groups: from the first start request to the last first byte. {}{}",
             virtually(report.clock),
-            dashed(&curves)
+            dashed(&curves, report.clock)
         ),
         scene: distributions(
             &format!("Start-up, whole groups, {}", report.clock.ms()),
-            report.clock.ms(),
+            &unit(report.clock, &curves),
             &curves,
         ),
     })
 }
 
-fn dashed(curves: &[Curve]) -> &'static str {
-    if curves.iter().any(|curve| matches!(curve.ink, Ink::Published(_))) {
-        "Thin dashed lines are published figures from other hardware, for orientation only."
-    } else {
-        ""
+fn dashed(curves: &[Curve], clock: Clock) -> &'static str {
+    match (has_published(curves), clock) {
+        (false, _) => "",
+        (true, Clock::Wall) => {
+            "Thin dashed lines are published figures from other hardware, for orientation only."
+        }
+        (true, Clock::Virtual) => {
+            "Thin dashed lines are published figures in ms of other hardware: compare the distances between the two systems of one \
+             source, not theirs with ours."
+        }
+    }
+}
+
+fn has_published(curves: &[Curve]) -> bool {
+    curves.iter().any(|curve| matches!(curve.ink, Ink::Published(_)))
+}
+
+/// Returns the unit of an axis. Published times are wall times.
+fn unit(clock: Clock, curves: &[Curve]) -> String {
+    match clock {
+        Clock::Virtual if has_published(curves) => "virtual ms; thin: ms of other hardware".into(),
+        clock => clock.ms().into(),
     }
 }
 
 fn virtually(clock: Clock) -> &'static str {
     match clock {
         Clock::Wall => "",
-        Clock::Virtual => "Virtual time: one instruction is one nanosecond. ",
+        Clock::Virtual => "Virtual time: one instruction is one nanosecond, and a sleep counts in full. ",
     }
 }
 
-/// Returns published curves; none next to virtual times: published times are wall times.
-fn published(mode: &str, clock: Clock) -> Vec<Curve> {
-    if clock == Clock::Virtual {
+/// Returns published curves. They are wall times, so they are drawn beside virtual times only on request.
+fn published(mode: &str, clock: Clock, palette: &Palette) -> Vec<Curve> {
+    if clock == Clock::Virtual && !palette.beside_virtual {
         return Vec::new();
     }
     let anchors: Vec<Anchor> = anchors::all().into_iter().filter(|anchor| anchor.is_startup(mode)).collect();
     let curves = anchors.iter().filter_map(|anchor| match &anchor.figure {
-        Published::StartUp { cdf, n: Some(n), .. } if !cdf.is_empty() => {
-            Some((format!("{} published, n = {n}, other hardware", anchor.system), cdf.clone()))
+        Published::StartUp { cdf, n: Some(n), group, .. } if !cdf.is_empty() => {
+            let of = if *group > 1 { format!("{n} × {group}") } else { format!("n = {n}") };
+            Some((format!("{} published, {of}, other hardware", anchor.system), cdf.clone()))
         }
         _ => None,
     });
@@ -234,7 +261,7 @@ fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
             name: "memory-management".into(),
             caption: format!(
                 "Management only, as in published figures: resident process and shims. {}",
-                dashed(&management)
+                dashed(&management, Clock::Wall)
             ),
             scene: growth("Memory of management, over pods", names, &management),
         },

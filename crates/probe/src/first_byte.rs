@@ -1,8 +1,8 @@
-//! The time of a container's first output: its first byte in the CRI log, detected by inotify.
+//! Detects the time of a container's first output by inotify: its first byte in the CRI log.
 //!
-//! The runtime creates the log file when it starts the container and appends to it what the process prints.
-//! One thread blocks in the kernel and takes the time of each event as soon as it wakes; it does not depend on
-//! the scheduling of other tasks.
+//! The runtime creates the log file when it starts the container, and appends what the process prints. One thread
+//! blocks in the kernel and takes the time of each event as soon as it wakes, independently of the scheduling of other
+//! tasks.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -24,9 +24,9 @@ pub enum WatchError {
     /// The directory cannot be watched.
     #[error("cannot watch {path:?} for container logs")]
     Watch {
-        /// The log directory.
+        /// Directory of the logs.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The kernel dropped events, or the watching thread ended.
@@ -34,10 +34,10 @@ pub enum WatchError {
     Lost(String),
 }
 
-/// Waiters by file. The lock is held only for a lookup.
+/// Waiters by file name. The lock is held only for a lookup.
 type Waiting = Arc<Mutex<HashMap<OsString, oneshot::Sender<Result<Instant, String>>>>>;
 
-/// A watch on a directory of logs. Dropping it ends it.
+/// A watch on a directory of logs. Dropping it ends the watch.
 #[derive(Debug)]
 pub struct LogWatch {
     dir: PathBuf,
@@ -51,7 +51,7 @@ pub struct LogWatch {
 pub struct FirstByte(oneshot::Receiver<Result<Instant, String>>);
 
 impl FirstByte {
-    /// Waits for it and returns its time. The caller sets the deadline.
+    /// Waits for the first byte and returns its time. The caller sets the deadline.
     pub async fn seen(self) -> Result<Instant, WatchError> {
         match self.0.await {
             Ok(Ok(at)) => Ok(at),
@@ -62,7 +62,7 @@ impl FirstByte {
 }
 
 impl LogWatch {
-    /// Watches an existing directory.
+    /// Watches the existing directory `dir`.
     pub fn new(dir: &Path) -> Result<Self, WatchError> {
         let failed =
             |source: rustix::io::Errno| WatchError::Watch { path: dir.to_owned(), source: source.into() };
@@ -85,12 +85,12 @@ impl LogWatch {
         Ok(Self { dir: dir.to_owned(), waiting, stop, thread: Some(thread) })
     }
 
-    /// Returns the directory.
+    /// Returns the watched directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Starts waiting for a file of the directory, before anything is written to it.
+    /// Starts waiting for a file of the directory. Must be called before anything is written to the file.
     pub fn expect(&self, file: &str) -> FirstByte {
         let (sender, receiver) = oneshot::channel();
         lock(&self.waiting).insert(file.into(), sender);
@@ -116,7 +116,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Watches until it is stopped; returns why it ended.
+/// Watches until it is stopped; returns the reason for its end.
 fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {
@@ -175,7 +175,7 @@ mod tests {
         let seen = a.seen().await.unwrap();
         assert!(seen >= before, "stamped before it was written");
         assert!(seen.saturating_duration_since(written) < Duration::from_secs(5));
-        // Created and never written: no byte, so no stamp.
+        // The file was created but never written: no byte, so no stamp.
         assert!(tokio::time::timeout(Duration::from_millis(50), b.seen()).await.is_err());
     }
 

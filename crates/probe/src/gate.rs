@@ -1,7 +1,7 @@
 //! A gate against regressions: compares a result with recorded results of earlier versions.
 //!
-//! A recording is a row per handler in a CSV file in the repository. Only reproducible figures are compared:
-//! the ratio to [`REFERENCE`] of the same run, and the medians of the stages.
+//! A recording is one row per handler in a CSV file in the repository. Only reproducible figures are compared: the
+//! ratio to [`REFERENCE`] of the same run, and the medians of the stages.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -18,12 +18,12 @@ use crate::sample::Mode;
 
 /// Growth of a stage that is ignored, ms: medians of a few starts differ by as much.
 pub const FLOOR_MS: f64 = 0.5;
-/// Growth of a stage that is ignored, relative to the allowed growth of the whole: a timer of containerd or of the kernel
-/// may fall into a stage.
+/// Growth of a stage that is ignored, as a fraction of the allowed growth of the whole start: a timer of containerd or
+/// of the kernel may fall into a stage.
 const OF_WHOLE: f64 = 0.5;
-/// Time outside all stages: containerd, CNI and the first byte's path to the log.
+/// Name of the time outside all stages: containerd, CNI and the first byte's path to the log.
 const UNEXPLAINED: &str = "unexplained";
-/// Columns before those of the stages.
+/// Columns before the stages' columns.
 const COLUMNS: [&str; 8] = ["at", "commit", "clock", "vmm", "runtime", "n", "p50_ms", "over_runc"];
 
 /// One handler of one recorded run.
@@ -31,19 +31,19 @@ const COLUMNS: [&str; 8] = ["at", "commit", "clock", "vmm", "runtime", "n", "p50
 pub struct Recorded {
     /// Time of recording, RFC 3339; a node in virtual time has no real date.
     pub at: String,
-    /// The measured version.
+    /// Commit of the measured version.
     pub commit: String,
-    /// Clock of its times.
+    /// Clock of the times.
     pub clock: Clock,
-    /// VMM.
+    /// Name of the VMM.
     pub vmm: String,
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Serial starts.
+    /// Number of serial starts.
     pub n: usize,
-    /// Median, ms.
+    /// Median start-up time, ms.
     pub p50_ms: f64,
-    /// Median over that of [`REFERENCE`] in the same run.
+    /// Ratio of the median to the median of [`REFERENCE`] in the same run.
     pub over_runc: f64,
     /// Medians of the stages and of the unexplained rest, ms.
     pub stages: BTreeMap<String, f64>,
@@ -52,25 +52,25 @@ pub struct Recorded {
 /// Why a result cannot be recorded or compared.
 #[derive(Debug, thiserror::Error)]
 pub enum GateError {
-    /// No figure to compare.
+    /// There is no figure to compare.
     #[error("{0}")]
     Result(String),
     /// The file of recordings is invalid.
     #[error("cannot read recordings from {path}: {reason}")]
     History {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong with it.
         reason: String,
     },
-    /// An I/O error.
+    /// A file cannot be read or written.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was attempted.
+        /// The attempted step.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -78,11 +78,11 @@ pub enum GateError {
 /// Growth of one figure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Growth {
-    /// A stage, or the ratio to the reference.
+    /// Name of a stage, or of the ratio to the reference.
     pub what: String,
-    /// As recorded.
+    /// Recorded value.
     pub before: f64,
-    /// Now.
+    /// Value now.
     pub now: f64,
 }
 
@@ -96,11 +96,11 @@ impl Growth {
 /// Result for one handler.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Verdict {
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Version that it is compared with; `None` if there is no record of this handler with this VMM and clock.
+    /// Commit of the compared version; `None` if this handler has no recording with this VMM and clock.
     pub commit: Option<String>,
-    /// Ratio to the reference, as recorded and now.
+    /// Ratio to the reference, recorded and now.
     pub over_runc: Option<Growth>,
     /// Whether the ratio grew by more than allowed.
     pub slower: bool,
@@ -109,13 +109,13 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// Returns whether the handler passes.
+    /// Returns whether the handler passes the gate.
     pub fn passes(&self) -> bool {
         !self.slower && self.grown.is_empty()
     }
 }
 
-/// Returns the rows that record a result now: one per handler except the reference.
+/// Returns a result's rows to record: one per handler except the reference.
 pub fn recording(report: &Report, commit: &str) -> Result<Vec<Recorded>, GateError> {
     let refused = |why: String| Err(GateError::Result(why));
     if report.partial {
@@ -162,7 +162,8 @@ pub fn recording(report: &Report, commit: &str) -> Result<Vec<Recorded>, GateErr
     Ok(rows)
 }
 
-/// Compares rows with the last recorded ones of the same handler, VMM and clock. Allows growth of `allowed` per cent.
+/// Compares rows with the latest recorded ones of the same handler, VMM and clock. Growth of up to `allowed` per cent
+/// passes.
 pub fn judge(now: &[Recorded], history: &[Recorded], allowed: f64) -> Vec<Verdict> {
     now.iter()
         .map(|row| {
@@ -215,7 +216,7 @@ fn stage_columns() -> Vec<String> {
     Stage::ALL.iter().map(Stage::to_string).chain([UNEXPLAINED.to_owned()]).collect()
 }
 
-/// Reads recordings; none if the file does not exist. Columns are found by name.
+/// Reads recordings; returns none if the file does not exist. Finds columns by name.
 pub fn read(path: &Path) -> Result<Vec<Recorded>, GateError> {
     let text = match fs::read_to_string(path) {
         Ok(text) => text,
@@ -262,7 +263,7 @@ fn parse(text: &str) -> Result<Vec<Recorded>, String> {
     Ok(recorded)
 }
 
-/// Appends recordings to the file; starts a new file with a header.
+/// Appends recordings to the file. A new file begins with a header.
 pub fn append(path: &Path, rows: &[Recorded]) -> Result<(), GateError> {
     let io = |action| move |source| GateError::Io { action, path: path.to_owned(), source };
     let begun = fs::metadata(path).is_ok_and(|file| file.len() > 0);
@@ -338,9 +339,9 @@ mod tests {
     fn growth_within_what_is_allowed_passes_and_so_does_what_medians_differ_by_anyway() {
         let mut stages = BEFORE;
         stages[1].1 *= 1.04;
-        // Twice as long, and still less than anybody can see.
+        // Twice as long, yet too small a change to matter.
         stages[2].1 *= 2.0;
-        // A good part of the stage, and a small one of the whole start.
+        // A large part of the stage, and a small part of the whole start.
         stages[0].1 += 3.4;
         let verdict = only(row("c", 0.52 * 1.049, &stages), &[row("b", 0.52, &BEFORE)]);
         assert!(verdict.passes(), "{verdict:?}");

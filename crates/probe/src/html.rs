@@ -1,4 +1,4 @@
-//! A self-contained HTML page: plots, tables, warnings, conditions, published figures.
+//! A self-contained HTML page: plots, tables, warnings, conditions and published figures.
 
 use std::fmt::Write;
 
@@ -41,8 +41,13 @@ font-size:.85rem;margin-left:.4rem}.warn{border-left:4px solid var(--s1);padding
 .plots{grid-template-columns:1fr 1fr;gap:1rem}.wide{overflow:visible}table{font-size:8pt}\
 th,td{padding:.15rem .3rem;white-space:normal}}";
 
-/// Returns the page, with a section for each result.
+/// Returns the page, with one section per result.
 pub fn page(results: &[Loaded], workloads: &[Workload]) -> String {
+    page_with(results, workloads, &Palette::of(results, workloads))
+}
+
+/// Returns the page, drawn with `palette`.
+pub fn page_with(results: &[Loaded], workloads: &[Workload], palette: &Palette) -> String {
     let heading = match (results, workloads) {
         (_, []) => "Start-up and memory of pods",
         ([], _) => "Workloads in pods",
@@ -54,12 +59,11 @@ pub fn page(results: &[Loaded], workloads: &[Workload]) -> String {
          <meta name=\"color-scheme\" content=\"light dark\"><title>{heading}</title>\
          <style>{STYLE}{LAYOUT}</style></head><body><h1>{heading}</h1>"
     );
-    let palette = Palette::of(results, workloads);
     if !results.is_empty() {
         out.push_str(ABOUT_STARTS);
-        results.iter().for_each(|result| section(&mut out, result, &palette));
+        results.iter().for_each(|result| section(&mut out, result, palette));
     }
-    workloads.iter().for_each(|result| workload::section(&mut out, result, &palette));
+    workloads.iter().for_each(|result| workload::section(&mut out, result, palette));
     if !results.is_empty() {
         published(&mut out);
     }
@@ -128,12 +132,12 @@ fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
     let _ = write!(out, "</div>");
 }
 
-/// Writes a table; the first `texts` columns are text. Class "wrap" is for long texts.
+/// Writes a table whose first `texts` columns are text. Class "wrap" is for long texts.
 fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize, class: &str) {
     let stacks = class == "wrap" && heading.len() > 2;
     let cell = |tag: &str, index: usize, text: &str| {
         let class = if index < texts { " class=\"l\"" } else { "" };
-        // On narrow screens a row's cells are below one another, with their headings.
+        // On narrow screens a row's cells are stacked, each with its heading.
         let of = if stacks && tag == "td" && index > 0 {
             format!(" data-of=\"{}\"", escape(heading[index]))
         } else {
@@ -171,54 +175,40 @@ fn startup(out: &mut String, report: &Report) {
         return;
     }
     let mut rows = Vec::new();
-    let mut row = |name: &str, what: String, summary: &Summary, more: [String; 2]| {
-        rows.push([vec![name.to_owned(), what], figures_of(summary), more.to_vec()].concat());
+    let bases = report.bases();
+    let mut row = |name: &str, what: String, summary: &Summary, over: Vec<String>, exits: String| {
+        rows.push([vec![name.to_owned(), what], figures_of(summary), over, vec![exits]].concat());
     };
-    let over = |series: &Series, mode: Mode, groups: bool| {
-        report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
+    let over = |series: &Series, mode: Mode, groups: bool| -> Vec<String> {
+        let over = |base: &&str| report.over(&series.runtime, base, mode, groups);
+        bases.iter().map(|base| over(base).map_or_else(|| "–".into(), Ratio::short)).collect()
     };
     for series in &report.series {
-        let mode =
-            if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
-        let ratio = over(series, series.mode, false);
-        row(&series.runtime, mode, &series.summary, [ratio, series.shown_exits()]);
-        if !series.batch_ms.is_empty() {
-            row(
-                &series.runtime,
-                format!("whole groups of {}", series.group),
-                &Summary::of(&series.batch_ms, 0),
-                [over(series, Mode::Parallel, true), "–".into()],
-            );
+        let ratios = over(series, series.mode, false);
+        row(&series.runtime, series.how(), &series.summary, ratios, series.shown_exits());
+        if let Some(whole) = series.whole_groups() {
+            let ratios = over(series, Mode::Parallel, true);
+            row(&series.runtime, format!("whole groups of {}", series.group), &whole, ratios, "–".into());
         }
     }
     if let Some(bare) = &report.bare_boot {
-        row("bare boot", "the same VM alone".into(), &bare.summary, ["–".into(), "–".into()]);
+        let none = vec!["–".into(); bases.len()];
+        row("bare boot", "the same VM alone".into(), &bare.summary, none, "–".into());
     }
     let _ = write!(out, "<h3>Start-up, {}</h3>", report.clock.ms());
-    let heading = [
-        "runtime",
-        "mode",
-        "n",
-        "failed",
-        "min",
-        "p50",
-        "p90",
-        "p95",
-        "p99",
-        "max",
-        "mean",
-        "sd",
-        "over runc",
-        "KVM exits a pod",
-    ];
+    let over: Vec<String> = bases.iter().map(|base| format!("over {base}")).collect();
+    let mut heading =
+        vec!["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"];
+    heading.extend(over.iter().map(String::as_str));
+    heading.push("KVM exits a pod");
     table(out, &heading, &rows, 2, "");
     startup_notes(out, report);
 }
 
-/// Adds the ratios of starts, and what the probe adds to each.
+/// Adds the ratios of starts, and the probe's own cost per start.
 fn startup_notes(out: &mut String, report: &Report) {
     out.push_str("<ul>");
-    for ratio in &report.ratios {
+    for ratio in report.told_ratios() {
         let _ = write!(out, "<li>{}</li>", escape(&ratio.to_string()));
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
@@ -233,6 +223,9 @@ fn startup_notes(out: &mut String, report: &Report) {
             share(overhead.empty_call_ms),
             share(overhead.mark_ms)
         );
+    }
+    for (series, rate) in report.series.iter().filter_map(|series| Some((series, series.rate?))) {
+        let _ = write!(out, "<li>{} without pauses: {rate}.</li>", escape(&series.runtime));
     }
     for series in report.series.iter().filter(|series| !series.release_spread_ms.is_empty()) {
         let spread = series.release_spread_ms.iter().copied().fold(0.0, f64::max);
@@ -285,7 +278,7 @@ fn memory(out: &mut String, report: &Report) {
     }
 }
 
-/// Adds what each further pod takes.
+/// Adds the memory that each further pod takes.
 fn growth(out: &mut String, report: &Report) {
     let kib = |kib: f64| format!("{kib:.0}");
     let rows: Vec<Vec<String>> = report
@@ -314,11 +307,11 @@ fn growth(out: &mut String, report: &Report) {
         "r²",
     ];
     table(out, &heading, &rows, 1, "");
-    let idle = report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?)));
+    let idle = report.memory.iter().filter_map(|row| Some((row, row.shown_idle_cpu()?)));
     let idle: String = idle
         .map(|(row, each)| {
             format!(
-                "<li>{}: {} idle pods use {each:.2} millicores each, without their containers.</li>",
+                "<li>{}: {} idle pods use {each} millicores each, without their containers.</li>",
                 escape(&row.runtime),
                 row.pods
             )

@@ -15,37 +15,37 @@ pub enum LedgerError {
     /// The runtime cannot list its pods.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// `/proc` can't be read.
+    /// `/proc` cannot be read.
     #[error("cannot read the processes of this host")]
     Processes(#[from] procfs::ProcError),
 }
 
-/// A line of a ledger.
+/// One process of a ledger.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Process.
+    /// Process id.
     pub pid: i32,
-    /// File name of its program.
+    /// File name of the process's program.
     pub name: String,
-    /// Its role, pod and tie.
+    /// Role, pod and tie of the process.
     #[serde(flatten)]
     pub found: Found,
-    /// PSS, KiB, by role: a VMM has up to three parts.
+    /// PSS by role, KiB: a VMM has up to three parts.
     pub pss_kib: BTreeMap<Role, u64>,
 }
 
-/// PSS by role.
+/// Memory of pods at one moment: PSS by role.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Ledger {
     /// Number of pods.
     pub pods: usize,
-    /// KiB.
+    /// PSS of each role, KiB.
     pub by_role: BTreeMap<Role, u64>,
-    /// The CRI runtime itself, KiB: the same for every handler, so not included in sums.
+    /// PSS of the CRI runtime itself, KiB. Every handler shares it, so no sum includes it.
     pub cri_kib: Option<u64>,
-    /// All lines.
+    /// All processes of the ledger.
     pub entries: Vec<Entry>,
-    /// What could not be read, and the effect.
+    /// What could not be read, and the effect on the sums.
     pub missing: Vec<String>,
     /// `MemAvailable` at the same moment, KiB.
     pub available_kib: u64,
@@ -57,7 +57,7 @@ impl Ledger {
         self.by_role.iter().filter(|(role, _)| role.is_management()).map(|(_, kib)| kib).sum()
     }
 
-    /// Returns the total with the whole resident process, KiB.
+    /// Returns the total, including the whole resident process, KiB.
     pub fn total_kib(&self) -> u64 {
         self.by_role.values().sum()
     }
@@ -67,14 +67,16 @@ impl Ledger {
         self.by_role.get(&role).copied().unwrap_or_default()
     }
 
-    /// Adds the memory of a process, unless it has ended.
+    /// Adds the memory of a process, unless it has ended. A kernel thread has no memory, but its CPU time counts.
     fn add(&mut self, table: &Table, pid: i32, found: Found) {
-        match parts(pid, found.role) {
+        let process = table.get(&pid);
+        let is_kernel_thread = process.is_some_and(|process| process.is_kernel_thread);
+        match if is_kernel_thread { Ok(BTreeMap::new()) } else { parts(pid, found.role) } {
             Ok(pss_kib) => {
                 for (role, kib) in &pss_kib {
                     *self.by_role.entry(*role).or_default() += kib;
                 }
-                let name = table.get(&pid).map(|process| process.name.clone()).unwrap_or_default();
+                let name = process.map(|process| process.name.clone()).unwrap_or_default();
                 self.entries.push(Entry { pid, name, found, pss_kib });
             }
             Err(PssError::Gone(_)) => {}
@@ -82,14 +84,14 @@ impl Ledger {
         }
     }
 
-    /// Returns the resident processes in it.
+    /// Returns the resident processes of the ledger.
     pub fn residents(&self) -> BTreeSet<i32> {
         self.entries.iter().filter(|entry| entry.found.role == Role::Daemon).map(|entry| entry.pid).collect()
     }
 }
 
-/// Takes the ledger of the pods that `counts` selects, without the node's other pods.
-/// `residents` are processes known to serve these pods: they count also without a visible tie.
+/// Takes the ledger of the pods that `counts` selects, without the node's other pods. `residents` are processes known
+/// to serve these pods: they count even without a visible tie.
 pub async fn take(
     runtime: &Runtime,
     counts: impl Fn(&Listed) -> bool,
@@ -134,7 +136,7 @@ pub async fn take_own(processes: Vec<(i32, Role)>) -> Result<Ledger, LedgerError
     tokio::task::spawn_blocking(count).await.map_err(|error| procfs::ProcError::Other(error.to_string()))?
 }
 
-/// Returns `pid` in a runtime's JSON information on a pod.
+/// Returns `pid` from a runtime's JSON information on a pod.
 pub(crate) fn told_pid(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
     i32::try_from(info.get("pid")?.as_i64()?).ok().filter(|&pid| pid > 1)
@@ -146,12 +148,13 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
     known.observers = process::lineage(&table, std::process::id() as i32);
     let attributed = attribution::attribute(&table, pods, &known);
     let mut ledger = Ledger { pods: counted.len(), available_kib: pss::available()?, ..Ledger::default() };
+    let serving = serving(&table, &attributed, counted, &known);
     for (pid, found) in attributed {
         if found.pod.as_ref().is_some_and(|pod| !counted.contains(pod)) {
             continue;
         }
         // A resident process belongs to the ledger of the pods that it serves.
-        if found.role == Role::Daemon && !serves(&table, pid, counted, &known) {
+        if found.role == Role::Daemon && !serving.contains(&pid) {
             continue;
         }
         ledger.add(&table, pid, found);
@@ -160,7 +163,33 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
     Ok(ledger)
 }
 
-/// Returns whether a resident process serves these pods: a named one serves all; others need a tie to one of them.
+/// Returns the resident processes that serve these pods, with their parents and children of the same family.
+fn serving(
+    table: &Table,
+    found: &BTreeMap<i32, Found>,
+    counted: &BTreeSet<String>,
+    known: &Known,
+) -> BTreeSet<i32> {
+    let residents: BTreeSet<i32> =
+        found.iter().filter(|(_, tie)| tie.role == Role::Daemon).map(|(pid, _)| *pid).collect();
+    let mut serving: BTreeSet<i32> =
+        residents.iter().copied().filter(|pid| serves(table, *pid, counted, known)).collect();
+    let parent = |pid: &i32| table.get(pid).map(|process| process.parent);
+    loop {
+        let beside = |pid: &&i32| {
+            parent(pid).is_some_and(|parent| serving.contains(&parent))
+                || serving.iter().any(|of| parent(of) == Some(**pid))
+        };
+        let more: Vec<i32> =
+            residents.iter().filter(|pid| !serving.contains(pid)).filter(beside).copied().collect();
+        if more.is_empty() {
+            return serving;
+        }
+        serving.extend(more);
+    }
+}
+
+/// Returns whether a resident process serves these pods. A named one serves all; others need a tie to one of the pods.
 fn serves(table: &Table, pid: i32, counted: &BTreeSet<String>, known: &Known) -> bool {
     if known.resident.contains(&pid) {
         return true;
@@ -193,6 +222,38 @@ mod tests {
         for none in ["", "{}", r#"{"pid": 0}"#, r#"{"pid": "x"}"#] {
             assert_eq!(told_pid(none), None, "{none}");
         }
+    }
+
+    #[test]
+    fn all_processes_of_a_daemon_are_in_the_ledger_of_its_pods_and_in_no_other() {
+        let process = |pid: i32, parent: i32, name: &str| process::Process {
+            pid,
+            parent,
+            name: name.into(),
+            started: pid as u64,
+            ..process::Process::default()
+        };
+        // A daemon with a front, its keeper and a helper, and a VM of pod-a; another runtime's daemon with a VM of
+        // pod-b.
+        let program = Some((1, 7));
+        let table: Table = [
+            process(4, 1, "sandboxer-front"),
+            process(5, 4, "sandboxer-front"),
+            process::Process { watches: [50].into(), program, ..process(6, 5, "sandboxer") },
+            process::Process { program, ..process(7, 6, "exe") },
+            process::Process { command: "qemu -name pod-a".into(), has_vm: true, ..process(50, 6, "qemu") },
+            process::Process { watches: [60].into(), ..process(9, 1, "other-daemon") },
+            process::Process { command: "qemu -name pod-b".into(), has_vm: true, ..process(60, 9, "qemu") },
+        ]
+        .into_iter()
+        .map(|process| (process.pid, process))
+        .collect();
+        let pods = ["pod-a", "pod-b"].map(|id| PodIds { pod: id.into(), ..PodIds::default() });
+        let known = Known::default();
+        let found = attribution::attribute(&table, &pods, &known);
+        let of = |pod: &str| serving(&table, &found, &[pod.to_owned()].into(), &known);
+        assert_eq!(of("pod-a"), [4, 5, 6, 7].into(), "{found:?}");
+        assert_eq!(of("pod-b"), [9].into());
     }
 
     #[test]

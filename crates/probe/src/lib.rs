@@ -5,13 +5,13 @@
 //! | [`runtime`], [`options`] | a CRI client, and options of pods and containers |
 //! | [`timeline`], [`first_byte`] | one start with timestamps; the whole measuring path |
 //! | [`startup`], [`sample`] | many starts in a fair order; the raw rows |
-//! | [`summary`], [`ratio`] | percentiles and distributions; confidence of differences |
+//! | [`summary`], [`ratio`], [`rate`] | percentiles and distributions; confidence of differences; sustained rates |
 //! | [`trace`], [`exits`] | stages from the daemon, exits from KVM |
-//! | [`clock`] | the clock of times |
+//! | [`clock`], [`sides`] | the clock of times; properties of the compared sides |
 //! | [`streams`] | commands in containers, and logs of containers |
 //! | [`overhead`] | cost of the probe itself |
-//! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
-//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
+//! | [`memory`], [`ledger`], [`attribution`], [`pss`], [`idle`] | memory by role and pod count; CPU time of idle pods |
+//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: format, files, presentation |
 //! | [`workload`] | benchmark tools in a container of any runtime |
 //! | [`vm`], [`native`] | a conventional VM and a process of the host, for comparison |
 //! | [`score`] | verdicts on results, by rules that are data |
@@ -28,6 +28,7 @@ pub mod figures;
 pub mod first_byte;
 pub mod gate;
 pub mod html;
+pub mod idle;
 pub mod kubernetes;
 pub mod ledger;
 pub mod manifest;
@@ -41,12 +42,14 @@ pub mod overhead;
 pub mod plot;
 pub mod process;
 pub mod pss;
+pub mod rate;
 pub mod ratio;
 pub mod report;
 pub mod runtime;
 pub mod runtime_class;
 pub mod sample;
 pub mod score;
+pub mod sides;
 pub mod startup;
 pub mod store;
 pub mod streams;

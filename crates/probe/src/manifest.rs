@@ -1,4 +1,4 @@
-//! Conditions of a result. Unknown facts have the reason.
+//! Conditions of a result. An unknown fact states the reason.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::runtime::Runtime;
+use crate::sides;
 use crate::timeline::Recipe;
 use crate::trace::Trace;
 use crate::vm::VM;
@@ -20,30 +21,30 @@ pub type Facts = BTreeMap<String, Value>;
 /// All conditions of a run, in groups.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// When the run began, RFC 3339.
+    /// Time at which the run began, RFC 3339.
     pub at: String,
     /// Version of the probe.
     pub probe: String,
-    /// The host and its kernel.
+    /// Facts of the host and its kernel.
     pub host: Facts,
-    /// The CRI runtime.
+    /// Facts of the CRI runtime.
     pub cri: Facts,
-    /// Per handler: type, snapshotter, options; for VMs vCPUs, memory and the guest's kernel.
+    /// Facts per handler: type, snapshotter, options; for VMs also vCPUs, memory and the guest's kernel.
     pub runtimes: BTreeMap<String, Facts>,
-    /// The VMM and the guest, if the daemon reports them.
+    /// Facts of the VMM and the guest, if the daemon reports them.
     pub vmm: Facts,
-    /// Properties of the pods.
+    /// Facts of the pods.
     pub pod: Facts,
-    /// The plan.
+    /// Facts of the plan.
     pub plan: Facts,
 }
 
-/// Returns the value of an unknown fact.
+/// Returns the value of an unknown fact, with the reason.
 pub fn not_measured(why: impl Into<String>) -> Value {
     json!({ "not_measured": why.into() })
 }
 
-/// Returns a fact as text; unknown ones with their reason.
+/// Returns a fact as text; an unknown one with its reason.
 pub fn shown(fact: &Value) -> String {
     match fact {
         Value::String(text) => text.clone(),
@@ -56,7 +57,7 @@ pub fn shown(fact: &Value) -> String {
 }
 
 impl Manifest {
-    /// Reads the conditions of this host, this runtime and these handlers; adds `plan` as it is.
+    /// Reads the conditions of this host, this runtime and these handlers; adds `plan` unchanged.
     pub async fn take(
         runtime: &Runtime,
         trace: Option<&Trace>,
@@ -84,7 +85,17 @@ impl Manifest {
         }
     }
 
-    /// Returns whether a handler's or a series' pods are guests that a VMM emulates, without KVM.
+    /// Returns whether the plans show that the starts of two runtimes are from the same runs.
+    pub fn measured_together(&self, a: &str, b: &str) -> bool {
+        let has = |plan: &Value| {
+            let runtimes = plan.get("runtimes")?.as_array()?;
+            Some([a, b].map(|name| runtimes.iter().any(|runtime| runtime == name)))
+        };
+        let whole = json!(self.plan);
+        std::iter::once(&whole).chain(self.plan.values()).filter_map(has).all(|[a, b]| a == b)
+    }
+
+    /// Returns whether the pods of a handler or series are guests that a VMM emulates without KVM.
     pub fn is_emulated(&self, handler: &str) -> bool {
         let is = |facts: &Facts, name: &str, of: &dyn Fn(&str) -> bool| {
             facts.get(name).and_then(Value::as_str).is_some_and(of)
@@ -220,12 +231,19 @@ fn handler_facts(config: &Value, handler: &str) -> Facts {
         None | Some("") => fact("snapshotter"),
         Some(name) => json!(name),
     };
-    Facts::from([
+    let mut facts = Facts::from([
         ("type".into(), fact("runtimeType")),
         ("sandboxer".into(), fact("sandboxer")),
         ("snapshotter".into(), snapshotter),
         ("options".into(), told["options"].clone()),
-    ])
+    ]);
+    // Two handlers of one type may each have their own shim.
+    if let Some(path) = told["runtimePath"].as_str().filter(|path| !path.is_empty()) {
+        facts.insert("shim".into(), json!(path));
+        facts.insert("shim_sha256".into(), digest(Path::new(path)));
+    }
+    facts.extend(sides::configuration(&told["options"]).map(|told| ("configuration".to_owned(), told)));
+    facts
 }
 
 async fn vmm_facts(trace: Option<&Trace>) -> Facts {
@@ -252,7 +270,8 @@ async fn vmm_facts(trace: Option<&Trace>) -> Facts {
     ])
 }
 
-fn digest(path: &Path) -> Value {
+/// Returns the SHA-256 of a file, or why it is unknown.
+pub(crate) fn digest(path: &Path) -> Value {
     let hash = || {
         let mut hash = Sha256::new();
         std::io::copy(&mut fs::File::open(path)?, &mut HashWriter(&mut hash))?;
@@ -306,6 +325,18 @@ mod tests {
         for (name, fact) in &facts {
             assert!(!fact.is_null(), "{name} is absent instead of 'not measured'");
         }
+    }
+
+    #[test]
+    fn runtimes_of_different_runs_are_known_by_their_plans() {
+        let plan = |runtimes: &[&str]| json!({ "runtimes": runtimes });
+        let manifest =
+            |plan: Value| Manifest { plan: serde_json::from_value(plan).unwrap(), ..Manifest::default() };
+        assert!(manifest(plan(&["a", "b", "runc"])).measured_together("a", "runc"));
+        let parts = json!({ "p.1": plan(&["a", "runc"]), "p.2": plan(&["a", "runc"]) });
+        assert!(manifest(parts).measured_together("a", "runc"));
+        let merged = manifest(json!({ "one": plan(&["a", "runc"]), "two": plan(&["b", "runc"]) }));
+        assert!(!merged.measured_together("a", "b") && !merged.measured_together("a", "runc"));
     }
 
     #[test]

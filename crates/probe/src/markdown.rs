@@ -6,7 +6,7 @@ use crate::anchors::{self, Anchor, Figure, Kind};
 use crate::clock::Clock;
 use crate::manifest::{Facts, shown};
 use crate::ratio::Ratio;
-use crate::report::Report;
+use crate::report::{REFERENCE, Report};
 use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
@@ -15,7 +15,7 @@ pub use workload::workloads;
 
 mod workload;
 
-/// Returns conditions, start-up and memory of all results, next to comparable published figures.
+/// Returns the conditions, start-up and memory of all results, beside comparable published figures.
 pub fn tables(results: &[Loaded]) -> String {
     let mut out = String::new();
     for result in results {
@@ -25,7 +25,7 @@ pub fn tables(results: &[Loaded]) -> String {
         }
     }
     let reports: Vec<&Report> = results.iter().map(|result| &result.report).collect();
-    // One table never has times of two clocks.
+    // No table mixes times of two clocks.
     for clock in Clock::ALL {
         let of_clock: Vec<&Report> = reports.iter().copied().filter(|report| report.clock == clock).collect();
         startup(&mut out, clock, &of_clock);
@@ -47,10 +47,21 @@ fn conditions(result: &Loaded) -> String {
     part("memory: ", memory.map(|kib| format!("{:.1} GiB", kib / f64::from(1 << 20))));
     part("Linux ", fact(&manifest.host, "kernel"));
     let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| fact(&manifest.vmm, name).unwrap_or_default());
-    part("VMM: ", Some(vmm.join(" ")).filter(|text| !text.trim().is_empty()));
+    part("VMM of sandboxer's pods: ", Some(vmm.join(" ")).filter(|text| !text.trim().is_empty()));
     for (handler, facts) in &manifest.runtimes {
         if let (Some(vcpus), Some(memory)) = (fact(facts, "vcpus"), fact(facts, "memory_mib")) {
             part("", Some(format!("{handler}: {vcpus} vCPU and {memory} MiB a pod")));
+        }
+    }
+    for (handler, facts) in &manifest.runtimes {
+        let sees = |name: &str| facts.get("container_sees").and_then(|sees| sees.get(name)).map(shown);
+        if let (Some(program), Some(kernel), Some(processors), Some(memory)) =
+            (fact(facts, "vmm_program"), sees("kernel"), sees("processors"), sees("memory_mib"))
+        {
+            let what = format!(
+                "{handler}: {program}; its containers see {processors} CPU, {memory} MiB, Linux {kernel}"
+            );
+            part("", Some(what));
         }
     }
     let cri = ["name", "version"].map(|name| fact(&manifest.cri, name).unwrap_or_default());
@@ -69,35 +80,36 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
     if reports.iter().all(|report| report.series.is_empty()) {
         return;
     }
+    let mut bases: Vec<&str> = reports.iter().flat_map(|report| report.bases()).collect();
+    bases.sort_by_key(|base| (*base != REFERENCE, *base));
+    bases.dedup();
+    let over: String = bases.iter().map(|base| format!(" over {} (95 % interval) |", cell(base))).collect();
     let _ = writeln!(
         out,
-        "| start-up, {} | n | failed | p50 | p90 | p99 | max | over runc (95 % interval) | KVM exits a pod |\n\
-         |---|--:|--:|--:|--:|--:|--:|--:|--:|",
-        clock.ms()
+        "| start-up, {} | n | failed | p50 | p90 | p99 | max |{over} KVM exits a pod |\n\
+         |---|--:|--:|--:|--:|--:|--:|{}--:|",
+        clock.ms(),
+        "--:|".repeat(bases.len())
     );
+    let none = || vec!["–".to_owned(); bases.len()];
     let mut batches = false;
     for report in reports {
         for series in &report.series {
             let name = cell(&series.runtime);
-            let over = |groups| {
+            let over = |groups| -> Vec<String> {
                 let mode = if groups { Mode::Parallel } else { series.mode };
-                report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
+                let over = |base: &&str| report.over(&series.runtime, base, mode, groups);
+                bases.iter().map(|base| over(base).map_or_else(|| "–".into(), Ratio::short)).collect()
             };
-            let more = [over(false), series.shown_exits()];
-            if series.group > 1 {
-                row(out, &format!("{name}, each of {} at once", series.group), &series.summary, more);
-            } else {
-                row(out, &format!("{name}, one after the other"), &series.summary, more);
-            }
-            if !series.batch_ms.is_empty() {
+            let what = match series.mode {
+                Mode::Parallel => format!("{name}, each of {} at once", series.group),
+                Mode::Serial => format!("{name}, one after the other"),
+                Mode::Sustained => format!("{name}, one after the other without pauses"),
+            };
+            row(out, &what, &series.summary, over(false), &series.shown_exits());
+            if let Some(whole) = series.whole_groups() {
                 batches = true;
-                let wall = Summary::of(&series.batch_ms, 0);
-                row(
-                    out,
-                    &format!("{name}, {} at once, whole group", series.group),
-                    &wall,
-                    [over(true), "–".into()],
-                );
+                row(out, &format!("{name}, {} at once, whole group", series.group), &whole, over(true), "–");
             }
         }
         if let Some(bare) = &report.bare_boot {
@@ -105,18 +117,19 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
                 out,
                 &format!("the VM of {} alone, to its agent's ready message", cell(&bare.like)),
                 &bare.summary,
-                ["–".into(), "–".into()],
+                none(),
+                "–",
             );
         }
     }
-    published(out, clock, batches);
+    published(out, clock, batches, &none().join(" | "));
     out.push('\n');
     reports.iter().for_each(|report| startup_notes(out, report));
     out.push('\n');
 }
 
-/// Adds rows of published start-up times, which are wall times; of whole groups only `if batches`.
-fn published(out: &mut String, clock: Clock, batches: bool) {
+/// Adds rows of published start-up times, which are wall times; times of whole groups only `if batches`.
+fn published(out: &mut String, clock: Clock, batches: bool, over: &str) {
     for anchor in anchors::all().into_iter().filter(|_| clock == Clock::Wall) {
         let what = match &anchor.figure {
             Figure::StartUp { mode, .. } if mode == "serial" => "one after the other".to_owned(),
@@ -125,14 +138,14 @@ fn published(out: &mut String, clock: Clock, batches: bool) {
             }
             _ => continue,
         };
-        // Only figures with raw data; single numbers of papers are not in this table.
+        // Only figures with raw data; this table has no single numbers from papers.
         let Figure::StartUp { n: Some(n), is: Kind::Median, ms: p50_ms, p99_ms, .. } = anchor.figure else {
             continue;
         };
         let p99 = p99_ms.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
         let _ = writeln!(
             out,
-            "| {} | {n} | – | {p50_ms:.0} | – | {p99} | – | – | – |",
+            "| {} | {n} | – | {p50_ms:.0} | – | {p99} | – | {over} | – |",
             elsewhere(&anchor, &what)
         );
     }
@@ -140,11 +153,14 @@ fn published(out: &mut String, clock: Clock, batches: bool) {
 
 /// Adds the ratios of one report's starts, and what was not measured.
 fn startup_notes(out: &mut String, report: &Report) {
-    for ratio in &report.ratios {
+    for ratio in report.told_ratios() {
         let _ = writeln!(out, "- {}", cell(&ratio.to_string()));
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         let _ = writeln!(out, "- {} over its VM alone: medians {over}", cell(&bare.like));
+    }
+    for (series, rate) in report.series.iter().filter_map(|series| Some((series, series.rate?))) {
+        let _ = writeln!(out, "- {} without pauses: {rate}", cell(&series.runtime));
     }
     for ping in report.series.iter().filter_map(|series| series.first_ping(report.clock)) {
         let _ = writeln!(out, "- {}", cell(&ping));
@@ -161,7 +177,8 @@ fn startup_notes(out: &mut String, report: &Report) {
     }
 }
 
-fn row(out: &mut String, name: &str, summary: &Summary, [over, exits]: [String; 2]) {
+fn row(out: &mut String, name: &str, summary: &Summary, over: Vec<String>, exits: &str) {
+    let over = over.join(" | ");
     let ms = |time: Option<f64>| time.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
     let figures = [summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms].map(ms).join(" | ");
     let _ = writeln!(out, "| {name} | {} | {} | {figures} | {over} | {exits} |", summary.n, summary.failures);
@@ -198,9 +215,9 @@ fn memory(out: &mut String, reports: &[&Report]) {
                 marginal.management
             );
         }
-        for (row, each) in report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?))) {
+        for (row, each) in report.memory.iter().filter_map(|row| Some((row, row.shown_idle_cpu()?))) {
             let name = cell(&row.runtime);
-            let _ = writeln!(out, "- {name}: {} idle pods use {each:.2} millicores each", row.pods);
+            let _ = writeln!(out, "- {name}: {} idle pods use {each} millicores each", row.pods);
         }
     }
 }
@@ -209,7 +226,7 @@ fn elsewhere(anchor: &Anchor, what: &str) -> String {
     format!("*{}, {what}; published, other hardware*", cell(&anchor.name()))
 }
 
-/// Returns a text escaped for a table cell.
+/// Escapes a text for a table cell.
 fn cell(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -276,7 +293,7 @@ mod tests {
             published.len() == 2 && published.iter().all(|line| line.contains("other hardware")),
             "{published:?}"
         );
-        // Nothing was measured of memory: no table of it, and no published row for one.
+        // No memory was measured, so there is neither a table of it nor a published row.
         assert!(!text.contains("PSS"), "{text}");
     }
 
@@ -312,6 +329,41 @@ mod tests {
             text.contains("- KVM exits not measured, because no row has KVM exits: runc.serial\n"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn a_baseline_has_a_column_of_its_own_and_says_how_many_times_faster() {
+        let mut of = result("own", &[Mode::Serial]);
+        for (name, times) in [("kata", 11.0), ("runc", 2.0)] {
+            of.samples.extend(result(name, &[Mode::Serial]).samples.into_iter().map(|sample| Sample {
+                first_byte_ms: sample.first_byte_ms.map(|ms| ms * times),
+                outcome: Outcome::Ok,
+                ..sample
+            }));
+        }
+        of.samples.iter_mut().for_each(|sample| sample.outcome = Outcome::Ok);
+        let runtimes = ["own", "kata", "runc"].map(str::to_owned);
+        let mut report = Report { baseline: Some("kata".into()), ..Report::new(Manifest::default()) };
+        report.add_startup(&runtimes, &of.samples, &[]);
+        let text = tables(&[Loaded { report: report.clone(), ..of.clone() }]);
+        assert!(text.contains("| over runc (95 % interval) | over kata (95 % interval) |"), "{text}");
+        assert!(text.contains("| 0.50 (0.48–0.52) | 0.091 (0.087–0.094) |"), "{text}");
+        assert!(text.contains("- own over kata, serial: medians 0.091 × (95 % CI 0.0"), "{text}");
+        assert!(text.contains(", 11.0 times faster ("), "{text}");
+        // A result that was measured without a baseline yields the same ratios.
+        let mut later = Report::new(Manifest::default());
+        later.add_startup(&runtimes, &of.samples, &[]);
+        later.set_baseline("r", "kata", &of.samples).unwrap();
+        let of_pair = |report: &Report| report.over("runc", "kata", Mode::Serial, false).copied();
+        assert!(of_pair(&report).is_some() && of_pair(&report) == of_pair(&later));
+        let why = later.set_baseline("r", "gvisor", &of.samples).unwrap_err().to_string();
+        assert!(why.contains("'gvisor'; it has own, kata, runc"), "{why}");
+        // There is no verdict if starts failed.
+        of.samples[0].outcome = Outcome::Failed;
+        let mut failed = Report::new(Manifest::default());
+        failed.add_startup(&runtimes, &of.samples, &[]);
+        let text = tables(&[Loaded { report: failed, ..of }]);
+        assert!(text.contains("no verdict, because starts failed: 1 of own, 0 of kata"), "{text}");
     }
 
     #[test]

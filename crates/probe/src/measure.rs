@@ -28,7 +28,7 @@ use crate::timeline::{self, Recipe};
 use crate::trace::Trace;
 use crate::vm::{self, VM};
 
-/// Why there is no result. A run that ends early has a report with the reason instead.
+/// Why there is no result. A run that ends early returns a report with the reason instead.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
     /// The plan cannot be measured.
@@ -40,9 +40,9 @@ pub enum MeasureError {
     /// The log directory cannot be created.
     #[error("cannot create a directory for container logs in {path}")]
     Logs {
-        /// Where.
+        /// Path of the directory.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -50,13 +50,13 @@ pub enum MeasureError {
 /// Why there is no VM to boot alone.
 #[derive(Debug, thiserror::Error)]
 pub enum BareVmError {
-    /// Without a daemon the pod's VMM process is unknown.
+    /// Without a daemon, the pod's VMM process is unknown.
     #[error("a bare boot needs the daemon's admin socket, to find a pod's VMM process")]
     NoTrace,
     /// No pod could be started.
     #[error("cannot find a VM to boot alone: {0}")]
     Unknown(String),
-    /// Its VM cannot be booted alone.
+    /// The pod's VM cannot be booted alone.
     #[error(transparent)]
     BareBoot(#[from] BareBootError),
 }
@@ -71,18 +71,18 @@ impl From<RuntimeError> for MeasureError {
 pub struct Bench {
     /// The CRI runtime.
     pub runtime: Runtime,
-    /// The daemon's trace, if there is a daemon.
+    /// The daemon's admin socket; `None` without a daemon.
     pub trace: Option<Trace>,
-    /// Watches the logs of the pods.
+    /// The watch on the pods' logs.
     pub watch: Arc<LogWatch>,
-    /// The clock of its times.
+    /// Clock of the measured times.
     pub clock: Clock,
-    // Dropped last.
+    // Must be dropped last.
     _logs: tempfile::TempDir,
 }
 
 impl Bench {
-    /// Connects to the runtime at `endpoint`; the daemon's admin socket gives the stages of a start.
+    /// Connects to the runtime at `endpoint`; the daemon's admin socket supplies the stages of a start.
     pub fn open(endpoint: &str, admin: Option<&Path>) -> Result<Self, MeasureError> {
         let runtime = Runtime::connect(endpoint)?;
         let parent = std::env::temp_dir();
@@ -95,7 +95,7 @@ impl Bench {
         Ok(Self { runtime, trace, watch, clock, _logs: logs })
     }
 
-    /// Returns the VM of this handler's pods, to boot it alone: starts one pod to read its VMM's arguments.
+    /// Returns the VM of this handler's pods, to boot it alone. Starts one pod to read its VMM's arguments.
     pub async fn bare_boot(&self, handler: &str, recipe: &Recipe) -> Result<BareBoot, BareVmError> {
         let trace = self.trace.as_ref().ok_or(BareVmError::NoTrace)?;
         let name = format!("{}-bare", recipe.run);
@@ -117,7 +117,7 @@ impl Bench {
         Ok(vm)
     }
 
-    /// Measures start-up. Writes each row at once, and the report at the end, also of a partial run.
+    /// Measures start-up. Writes each row at once, and the report at the end, even of a partial run.
     pub async fn startup(
         &self,
         plan: &Plan,
@@ -140,8 +140,10 @@ impl Bench {
             startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep)
                 .await;
         report.manifest.add_vms(run.vms);
+        report.baseline = plan.baseline.clone();
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
         report.explain_exits(&run.no_exits);
+        report.add_rates(&run.rates);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
         if plan.warm_up > 0 {
@@ -166,27 +168,41 @@ impl Bench {
             serial: 1,
             group: 0,
             rounds: 0,
+            sustained: 0,
             warm_up: 0,
             pause: Duration::ZERO,
             recipe: sweep.recipe.clone(),
             bare_boot: None,
             vm: sweep.vm.clone(),
+            baseline: None,
         };
         startup::check(&self.runtime, &plan).await?;
-        let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];
+        let facts = [
+            ("sweep", json!(sweep.counts)),
+            ("repeat", json!(sweep.repeat)),
+            ("idle_window_s", json!(sweep.idle.length.as_secs_f64())),
+        ];
+        let facts = facts.map(|(name, fact)| (name.to_owned(), fact));
         let mut report = self.report(&plan.handlers(), &sweep.recipe, facts.into()).await;
         add_own(&mut report, &plan)?;
+        // Writes each point at once, so that a run that dies later keeps it.
+        let (mut so_far, mut unwritten) = (Vec::new(), None);
+        let mut keep = |point: &Point| {
+            progress(point);
+            so_far.push(point.clone());
+            unwritten = store.as_ref().and_then(|store| store.ledgers(&so_far).err());
+        };
         let taken =
-            memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
+            memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, &mut keep).await;
         report.manifest.add_vms(taken.vms);
         report.add_memory(&taken.points);
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);
         end(&mut report, taken.partial);
-        let kept = store.map_or(Ok(()), |store| {
-            store.ledgers(&taken.points)?;
-            store.report(&report, &[])
-        });
+        let kept = match unwritten {
+            Some(error) => Err(error),
+            None => store.map_or(Ok(()), |store| store.report(&report, &[])),
+        };
         or_partial(&mut report, kept);
         Ok((report, taken.points))
     }
@@ -207,7 +223,7 @@ impl Bench {
         Ok(all)
     }
 
-    /// Returns the report of ledgers of running pods, by handler.
+    /// Returns the report on ledgers of running pods, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
         let mut report = self.report(&handlers, recipe, Facts::new()).await;
@@ -219,7 +235,7 @@ impl Bench {
                 ledger: ledger.clone(),
                 idle_daemon_kib: None,
                 available_fall_kib: None,
-                idle_cpu_millicores: None,
+                idle_cpu_millicores: Vec::new(),
             })
             .collect();
         report.add_memory(&points);
@@ -246,7 +262,7 @@ pub fn run_name() -> String {
     format!("probe-{:08x}", rand::random::<u32>())
 }
 
-/// Returns the usual recipe with `image`.
+/// Returns the usual recipe, with `image`.
 pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Recipe {
     Recipe {
         run: run_name(),
@@ -260,7 +276,7 @@ pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Re
     }
 }
 
-/// Adds what the series `vm` and `native` are, if they are measured.
+/// Adds the properties of the series `vm` and `native`, if they are measured.
 fn add_own(report: &mut Report, plan: &Plan) -> Result<(), PlanError> {
     let runtimes = &mut report.manifest.runtimes;
     if let Some(vm) = plan.vms()? {
@@ -285,6 +301,7 @@ fn startup_facts(plan: &Plan) -> Facts {
         ("serial", json!(plan.serial)),
         ("group", json!(plan.group)),
         ("rounds", json!(plan.rounds)),
+        ("sustained", json!(plan.sustained)),
         ("warm_up", json!(plan.warm_up)),
         ("pause_s", json!(plan.pause.as_secs_f64())),
     ];

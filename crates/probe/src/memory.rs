@@ -1,5 +1,5 @@
-//! Memory over the number of pods: a repeated sweep over pod counts with alternating runtimes; at the largest
-//! count also the CPU time of idle pods.
+//! Memory over the number of pods: a repeated sweep over pod counts with alternating runtimes. At the largest count,
+//! also the CPU time of idle pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::attribution::Role;
 use crate::first_byte::LogWatch;
+use crate::idle::{Accounts, Windows};
 use crate::ledger::{self, Ledger, LedgerError};
 use crate::manifest::Facts;
 use crate::native::{NATIVE, Process};
@@ -20,19 +21,17 @@ use crate::trace::{self, Trace};
 use crate::vm::process::RunningVm;
 use crate::vm::{VM, Vm};
 
-/// The sweep of published figures.
+/// Pod counts of the published figures.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
 /// Repetitions of a full sweep.
 pub const FULL_REPEAT: u32 = 3;
 /// Interval between two readings of memory that may still change.
 const LOOK: Duration = Duration::from_millis(500);
-/// Maximum readings; then the last one is used, with a note.
+/// Maximum number of readings; after that the last one is used, with a note.
 const LOOKS: usize = 20;
 /// Relative difference below which two sums are equal.
 const SETTLED: f64 = 0.005;
-/// Measuring time for idle pods: one clock tick of a process is 2 millicores then.
-const IDLE: Duration = Duration::from_secs(5);
-/// Pods started at once while growing to the next count; not measured.
+/// Pods started at once while growing to the next count; this is not measured.
 const AT_ONCE: usize = 4;
 
 /// Plan of a sweep.
@@ -42,15 +41,17 @@ pub struct Sweep {
     pub runtimes: Vec<String>,
     /// Pod counts, ascending.
     pub counts: Vec<u32>,
-    /// Repetitions.
+    /// Number of repetitions.
     pub repeat: u32,
     /// Recipe of the pods.
     pub recipe: Recipe,
-    /// How VMs of the series `vm` are run.
+    /// Configuration of the VMs of the series `vm`.
     pub vm: Option<Vm>,
+    /// Windows in which idle pods are measured.
+    pub idle: Windows,
 }
 
-/// What a series other than a handler has in place of pods.
+/// Processes or VMs of a series that has no handler, in place of pods.
 enum Own {
     Vm(RunningVm),
     Native(Process),
@@ -59,26 +60,25 @@ enum Own {
 /// A ledger and its place in the sweep.
 #[derive(Debug, Clone)]
 pub struct Point {
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Repetition, from 0.
+    /// Number of the repetition, from 0.
     pub repetition: u32,
-    /// The ledger.
+    /// The ledger taken there.
     pub ledger: Ledger,
-    /// The resident process' PSS without any pod, KiB, before the first pod of this repetition; `None` of pods
-    /// that were already running.
+    /// PSS of the resident process before this repetition's first pod, KiB; `None` for pods that were already running.
     pub idle_daemon_kib: Option<u64>,
-    /// Fall of `MemAvailable` since there was no pod, KiB. Negative if other programs freed memory; `None`
-    /// for pods that were already running.
+    /// Fall of `MemAvailable` since there was no pod, KiB. Negative if other programs freed memory; `None` for pods
+    /// that were already running.
     pub available_fall_kib: Option<i64>,
-    /// CPU time of the idle pods, millicores, without the containers' own processes. Only at the
-    /// largest count.
-    pub idle_cpu_millicores: Option<f64>,
+    /// CPU time of the idle pods in each window, millicores, without the containers' own processes. Only at the largest
+    /// count.
+    pub idle_cpu_millicores: Vec<f64>,
 }
 
 impl Point {
-    /// Returns the memory that is freed with the pods, KiB: everything except the resident process as it is without
-    /// pods, and the VMs in the pool.
+    /// Returns the memory that is freed with the pods, KiB: everything except the VMs in the pool and the memory that
+    /// the resident process uses without pods.
     pub fn goes_away_kib(&self) -> Option<u64> {
         let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
         Some(self.ledger.total_kib().saturating_sub(stays))
@@ -88,17 +88,18 @@ impl Point {
 /// Result of a sweep.
 #[derive(Debug, Default)]
 pub struct Points {
-    /// In order of measurement.
+    /// The points, in order of measurement.
     pub points: Vec<Point>,
-    /// By handler: the VM of one of its pods, if a daemon reports it.
+    /// The VM of one pod of each handler, if a daemon reports it.
     pub vms: BTreeMap<String, Facts>,
-    /// Why it ended early, if it did.
+    /// The reason for an early end; `None` if the sweep is complete.
     pub partial: Option<String>,
-    /// Notes.
+    /// Notes on the sweep.
     pub notes: Vec<String>,
 }
 
-/// Measures. Calls `progress` for each point when its pods were measured; ends early when `cancel` is cancelled or a pod cannot be started.
+/// Measures all points and calls `progress` after each. Ends early when `cancel` is cancelled or a pod cannot be
+/// started.
 pub async fn sweep(
     runtime: &Runtime,
     watch: &Arc<LogWatch>,
@@ -110,8 +111,13 @@ pub async fn sweep(
     let mut points = Points::default();
     // By handler: found by their ties while there are pods, measured again without pods.
     let mut residents: BTreeMap<&str, BTreeSet<i32>> = BTreeMap::new();
+    // A handler that failed is left out; the others are still measured.
+    let mut failed: BTreeMap<&str, String> = BTreeMap::new();
     for repetition in 0..sweep.repeat {
         for handler in &sweep.runtimes {
+            if failed.contains_key(handler.as_str()) {
+                continue;
+            }
             let mut column = Column {
                 runtime,
                 watch,
@@ -130,19 +136,28 @@ pub async fn sweep(
                 let left =
                     format!("pods with label {RUN_LABEL}={} may still exist: {error}", sweep.recipe.run);
                 points.notes.push(left);
-                ended = Err("cannot remove pods".into());
-            } else {
-                // Also after an early end: otherwise the resident process would count as freed.
+                // The remaining pods would be in the next handler's figures.
+                let why = ended.err().map_or_else(String::new, |why| format!("{why}; "));
+                points.partial = Some(format!("{why}cannot remove pods of {handler}"));
+                return points;
+            }
+            if !cancel.is_cancelled() {
+                // This also follows an early end; otherwise the resident process would count as freed.
                 let idle = column.idle_again(&mut points.points[first..]).await;
                 ended = ended.and(idle);
             }
             residents.insert(handler, column.residents);
             if let Err(why) = ended {
-                points.partial = Some(why);
+                failed.insert(handler, why);
+            }
+            if cancel.is_cancelled() {
+                points.partial = Some("interrupted".into());
                 return points;
             }
         }
     }
+    let reasons: Vec<String> = failed.into_values().collect();
+    points.partial = (!reasons.is_empty()).then(|| reasons.join("; "));
     points
 }
 
@@ -160,7 +175,7 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
-    /// Returns as an error why it ended early.
+    /// Measures at all counts. Returns as an error the reason for an early end.
     async fn measure(
         &mut self,
         points: &mut Points,
@@ -194,7 +209,7 @@ impl Column<'_> {
                 repetition: self.repetition,
                 idle_daemon_kib: Some(idle.role(Role::Daemon)),
                 available_fall_kib: Some(idle.available_kib as i64 - ledger.available_kib as i64),
-                idle_cpu_millicores: if largest { self.idle_cpu(&ledger).await } else { None },
+                idle_cpu_millicores: if largest { self.idle_cpu(&ledger).await } else { Vec::new() },
                 ledger,
             };
             progress(&point);
@@ -203,7 +218,7 @@ impl Column<'_> {
         Ok(())
     }
 
-    /// Measures resident processes without pods, after the pods are removed.
+    /// Measures resident processes again after the pods' removal.
     async fn idle_again(&self, points: &mut [Point]) -> Result<(), String> {
         if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib != Some(0)) {
             return Ok(());
@@ -213,7 +228,7 @@ impl Column<'_> {
         Ok(())
     }
 
-    /// Starts VMs or processes up to this count, one after the other.
+    /// Starts VMs or processes one after the other, up to this count.
     async fn grow_own(&mut self, to: u32) -> Result<(), String> {
         let recipe = &self.sweep.recipe;
         while self.own.len() < to as usize {
@@ -263,7 +278,7 @@ impl Column<'_> {
             .await
     }
 
-    /// Returns a ledger with a stable sum; false if it still changed at the last reading.
+    /// Returns a ledger, and whether its sum was stable at the last reading.
     async fn settled(&self) -> Result<(Ledger, bool), String> {
         let mut tick = tokio::time::interval(LOOK);
         let mut last = self.ledger().await?;
@@ -283,25 +298,30 @@ impl Column<'_> {
         Ok((last, false))
     }
 
-    /// Returns the VM of any pod: all are alike.
+    /// Returns the facts of one pod's VM: all VMs are alike.
     async fn vm(&self, ledger: &Ledger) -> Option<Facts> {
         let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
         self.trace?.pod(id).await.ok().as_ref().map(trace::vm)
     }
 
-    /// Measures idle CPU time. Nothing accesses the pods meanwhile.
-    async fn idle_cpu(&self, ledger: &Ledger) -> Option<f64> {
+    /// Measures idle CPU time in each window. Nothing accesses the pods meanwhile.
+    async fn idle_cpu(&self, ledger: &Ledger) -> Vec<f64> {
+        let windows = self.sweep.idle;
         let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
-        let before: Vec<(i32, Duration)> =
-            counted.filter_map(|entry| Some((entry.pid, process::cpu_time(entry.pid)?))).collect();
-        let begun = Instant::now();
-        tokio::select! {
-            () = self.cancel.cancelled() => return None,
-            () = tokio::time::sleep(IDLE) => {}
+        let counted: BTreeSet<i32> = counted.map(|entry| entry.pid).collect();
+        let Ok(table) = process::table() else { return Vec::new() };
+        let accounts = Accounts::of(&table, &counted);
+        let mut readings = Vec::new();
+        for _ in 0..windows.in_each(self.sweep.repeat) {
+            let (before, begun) = (accounts.read(), Instant::now());
+            tokio::select! {
+                () = self.cancel.cancelled() => return readings,
+                () = tokio::time::sleep(windows.length) => {}
+            }
+            let used = accounts.read().since(&before);
+            readings.push(used.as_secs_f64() / begun.elapsed().as_secs_f64() * 1e3);
         }
-        let used: Duration =
-            before.into_iter().filter_map(|(pid, before)| process::cpu_time(pid)?.checked_sub(before)).sum();
-        Some(used.as_secs_f64() / begun.elapsed().as_secs_f64() * 1e3)
+        readings
     }
 
     async fn ledger(&self) -> Result<Ledger, String> {
@@ -320,7 +340,8 @@ impl Column<'_> {
     }
 }
 
-/// Says that pods that were started are not there any more: a figure of the others would be taken for one of all.
+/// Returns an error's text for pods that were started and are gone: a figure of the others would be mistaken for one of
+/// all.
 fn gone(handler: &str, ready: usize, count: u32) -> String {
     format!(
         "{handler}: only {ready} of {count} pods are still ready. Something else removed or stopped them. A kubelet removes pods that \
@@ -339,7 +360,7 @@ pub struct Line {
     pub r2: f64,
 }
 
-/// Returns the line; `None` with fewer than two distinct x.
+/// Returns the regression line; `None` with fewer than two distinct x.
 pub fn regression(points: &[(f64, f64)]) -> Option<Line> {
     let count = points.len() as f64;
     let (mean_x, mean_y) =

@@ -8,22 +8,23 @@ use serde_json::json;
 use crate::clock::Clock;
 use crate::compare::{SAME_HOST, SAME_POD, SAME_VMM, facts};
 use crate::manifest::{Manifest, shown};
+use crate::rate::Rate;
 use crate::report::{REFERENCE, Report};
 use crate::sample::{Mode, Sample};
-use crate::startup::Batch;
+use crate::startup::{Batch, batches_of};
 use crate::store::Loaded;
 
 /// Why results cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// Their clocks differ.
+    /// The clocks of two results differ.
     #[error("{a} has {} and {b} has {}: one result cannot have times of two clocks", of[0].ms(), of[1].ms())]
     Clocks {
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
-        /// Their clocks.
+        /// Clock of each result.
         of: [Clock; 2],
     },
     /// One figure would come from two runs.
@@ -31,39 +32,39 @@ pub enum MergeError {
     Twice {
         /// Which figures.
         what: String,
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
     },
-    /// Their pods differ.
+    /// The pods of two results differ.
     #[error("cannot merge {a} and {b}: their pods differ ({what}: {} and {})", values[0], values[1])]
     Pods {
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
-        /// The fact.
+        /// Name of the fact that differs.
         what: String,
-        /// Its two values.
+        /// The fact's value in each result.
         values: [String; 2],
     },
     /// Parts of one run have different plans.
     #[error("{a} and {b} are not parts of one run: {what}")]
     Parts {
-        /// Its name.
+        /// Name of the first result.
         a: String,
-        /// Its name.
+        /// Name of the second result.
         b: String,
-        /// The difference.
+        /// What differs.
         what: String,
     },
-    /// Nothing to merge.
+    /// No result was given.
     #[error("there is no result to merge")]
     None,
 }
 
-/// Merges results. Starts of the reference count together; each series of other handlers comes from one run.
+/// Merges results. Starts of the reference are pooled; each series of another handler comes from one run.
 pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     let (first, others) = results.split_first().ok_or(MergeError::None)?;
     for other in others {
@@ -74,6 +75,7 @@ pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     let mut report = Report { clock: first.report.clock, ..Report::new(manifest(results)) };
     report.add_startup(&runtimes, &samples, &batches);
     report.ratios.clear();
+    rates(&mut report, results);
     for result in results {
         add(&mut report, result);
     }
@@ -81,8 +83,8 @@ pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     Ok((report, samples))
 }
 
-/// Joins parts of one run: the same handlers in the same order, on the same kind of host and VMM. Each part has as many
-/// starts of each handler, so that a ratio does not compare two hosts.
+/// Joins parts of one run: the same handlers in the same order, on the same kind of host and VMM. Each part has equally
+/// many starts of each handler, so that no ratio compares two hosts.
 pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     let (first, others) = parts.split_first().ok_or(MergeError::None)?;
     for other in others {
@@ -90,8 +92,10 @@ pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
         one_run(first, other)?;
     }
     let (runtimes, samples, batches) = all_of(parts);
-    let mut report = Report { clock: first.report.clock, ..Report::new(manifest(parts)) };
+    let baseline = first.report.baseline.clone();
+    let mut report = Report { clock: first.report.clock, baseline, ..Report::new(manifest(parts)) };
     report.add_startup(&runtimes, &samples, &batches);
+    rates(&mut report, parts);
     report.overhead = first.report.overhead.clone();
     let absent = first.report.not_measured.clone().into_iter();
     report.not_measured.extend(absent.filter(|(name, _)| !name.starts_with("series.")));
@@ -128,26 +132,31 @@ fn one_run(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     }
 }
 
-/// Adds handlers, starts and groups of all results, in order.
+/// Concatenates the handlers, starts and groups of all results, in order.
 fn all_of(results: &[Loaded]) -> (Vec<String>, Vec<Sample>, Vec<Batch>) {
-    let (mut samples, mut batches) = (Vec::new(), Vec::new());
+    let mut samples = Vec::new();
     let mut runtimes: Vec<String> = Vec::new();
     for result in results {
         for series in &result.report.series {
             if !runtimes.contains(&series.runtime) {
                 runtimes.push(series.runtime.clone());
             }
-            let spreads = series.release_spread_ms.iter().enumerate();
-            batches.extend(spreads.map(|(round, &release_spread_ms)| Batch {
-                runtime: series.runtime.clone(),
-                round: round as u32,
-                wall_ms: series.batch_ms.get(round).copied(),
-                release_spread_ms,
-            }));
         }
         add_samples(&mut samples, &result.samples);
     }
+    let batches = batches_of(&samples);
     (runtimes, samples, batches)
+}
+
+/// Adds the sustained rates of the handlers: parts of one run follow each other.
+fn rates(report: &mut Report, results: &[Loaded]) {
+    for series in report.series.iter_mut().filter(|series| series.mode == Mode::Sustained) {
+        let of = results.iter().flat_map(|result| &result.report.series);
+        let rates =
+            of.filter(|of| (&of.runtime, of.mode) == (&series.runtime, series.mode)).map(|of| of.rate);
+        series.rate =
+            rates.collect::<Option<Vec<Rate>>>().and_then(|rates| rates.into_iter().reduce(Rate::and));
+    }
 }
 
 fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
@@ -192,7 +201,7 @@ fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
     Ok(())
 }
 
-/// Renumbers rounds to continue those of earlier runs, so that each row is another start.
+/// Renumbers rounds to continue those of earlier runs, so that each row is a separate start.
 fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     let mut next: BTreeMap<(String, Mode, bool), u32> = BTreeMap::new();
     for sample in all.iter() {
@@ -206,7 +215,7 @@ fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     }));
 }
 
-/// Returns the first run's conditions with additional facts of the others.
+/// Returns the first run's conditions, with the additional facts of the others.
 fn manifest(results: &[Loaded]) -> Manifest {
     let mut all = results[0].report.manifest.clone();
     all.plan = Default::default();
@@ -247,6 +256,7 @@ fn add(report: &mut Report, result: &Loaded) {
         });
     }
     report.quick |= of.quick;
+    report.baseline = report.baseline.take().or_else(|| of.baseline.clone());
     for note in &of.notes {
         if !report.notes.contains(note) {
             report.notes.push(note.clone());
@@ -328,6 +338,36 @@ mod tests {
         let ratio = report.over_reference("own", Mode::Serial, false).unwrap();
         assert!((ratio.p50 - 0.5).abs() < 0.02 && !report.partial, "{ratio:?}");
         assert_eq!(samples.iter().filter(|s| s.runtime == "own").map(|s| s.round).max(), Some(39));
+    }
+
+    #[test]
+    fn a_groups_time_stays_beside_its_own_spread_when_another_group_failed() {
+        let group = |name: &str, wall: Option<f64>, spread: f64| {
+            let mut result = run(name, "qemu", &[("own", 50.0), ("runc", 100.0)]);
+            let pod = |index: u32| Sample {
+                index,
+                released_ms: 1000.0 + if index == 1 { spread } else { 0.0 },
+                outcome: if wall.is_none() && index == 1 { Outcome::Failed } else { Outcome::Ok },
+                ..Sample::of(
+                    "own",
+                    Mode::Parallel,
+                    wall.unwrap_or(1.0) - if index == 1 { spread } else { 0.0 },
+                )
+            };
+            let more = [pod(0), pod(1)];
+            let runtimes = ["own", "runc"].map(str::to_owned);
+            result.samples.extend(more);
+            let mut report = Report { clock: Clock::Virtual, ..Report::new(result.report.manifest.clone()) };
+            report.add_startup(&runtimes, &result.samples, &batches_of(&result.samples));
+            Loaded { report, ..result }
+        };
+        let parts = [group("a", None, 7.0), group("b", Some(300.0), 2.0), group("c", Some(400.0), 3.0)];
+        let (report, _) = join(&parts).unwrap();
+        let series = report.series.iter().find(|series| series.mode == Mode::Parallel).unwrap();
+        assert_eq!(series.release_spread_ms, [7.0, 2.0, 3.0]);
+        assert_eq!(series.batch_ms, [None, Some(300.0), Some(400.0)]);
+        let whole = series.whole_groups().unwrap();
+        assert_eq!((whole.n, whole.failures, whole.p50_ms), (3, 1, Some(300.0)));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The series `native` of start-up and memory: the containers' command as a process of this host, with nothing around it.
+//! The series `native` of start-up and memory: the containers' command as a plain process of this host.
 
 use std::io::{self, Read};
 use std::process::{Child, Command, Stdio};
@@ -6,24 +6,24 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-/// Name of the series, in place of a handler's.
+/// Name of the series, in place of a handler's name.
 pub const NATIVE: &str = "native";
 
 /// Why a command has no time.
 #[derive(Debug, thiserror::Error)]
 pub enum NativeError {
-    /// It cannot be executed here.
+    /// The command cannot be executed on this host.
     #[error("cannot execute '{program}' on this host")]
     Spawn {
-        /// The program.
+        /// Name of the program.
         program: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It printed nothing.
+    /// The command printed nothing before it ended.
     #[error("the command ended without output")]
     NoOutput,
-    /// It printed nothing in time.
+    /// The command printed nothing in time.
     #[error("the command printed nothing within {0:?}")]
     Timeout(Duration),
 }
@@ -32,7 +32,7 @@ pub enum NativeError {
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    /// From just before the fork to its first byte on stdout.
+    /// Time from just before the fork to the first byte on stdout.
     pub first_byte: Duration,
 }
 
@@ -51,7 +51,7 @@ impl Process {
         let mut process = Self { child, first_byte: Duration::ZERO };
         let output = process.child.stdout.take();
         let (into, first_byte) = oneshot::channel();
-        // A thread of its own sees the byte at once, and keeps the pipe open. It ends with the process.
+        // A separate thread sees the byte at once, and keeps the pipe open. It ends with the process.
         std::thread::spawn(move || {
             let Some(mut output) = output else { return };
             let read = output.read(&mut [0]).unwrap_or_default();
@@ -66,7 +66,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Returns its number.
+    /// Returns the process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -74,7 +74,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -6,21 +6,21 @@ use std::path::PathBuf;
 use k8s_cri::v1 as cri;
 use serde::{Deserialize, Serialize};
 
-/// Network of a pod. There is no third one to measure: no kubelet uses CRI's scope CONTAINER, and
-/// containerd gives such a pod an interface like every other.
+/// Network of a pod. There is no third kind to measure: no kubelet uses CRI's scope CONTAINER, and containerd gives
+/// such a pod an interface like any other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Network {
     /// One network namespace per pod, set up by CNI before the runtime handler is called.
     #[default]
     Pod,
-    /// The node's network: no namespace is created and no CNI plugin is called. A handler that runs VMs may
-    /// restrict it.
+    /// The node's network: no namespace is created and no CNI plugin is called. A handler that runs VMs may restrict
+    /// it.
     Host,
 }
 
 impl Network {
-    /// Parses a command line value.
+    /// Returns the network's name on the command line.
     pub const fn as_str(self) -> &'static str {
         match self {
             Network::Pod => "pod",
@@ -53,37 +53,37 @@ impl std::fmt::Display for Network {
 /// A pod to run. Name and uid must be unique on the node.
 #[derive(Debug, Clone, Default)]
 pub struct PodOptions {
-    /// Pod name.
+    /// Name of the pod.
     pub name: String,
-    /// Kubernetes namespace; "default" when empty.
+    /// Kubernetes namespace; "default" if empty.
     pub namespace: String,
-    /// Pod uid; the name when empty.
+    /// Uid of the pod; its name if empty.
     pub uid: String,
-    /// Hostname inside; the name when empty.
+    /// Hostname inside the pod; the pod's name if empty.
     pub hostname: String,
-    /// Runtime handler; the node's default when empty.
+    /// Runtime handler; the node's default if empty.
     pub handler: String,
-    /// Network namespace.
+    /// Network of the pod.
     pub network: Network,
-    /// Parent of the pod's cgroups on the host; the runtime's own when empty.
+    /// Parent of the pod's cgroups on the host; the runtime's own if empty.
     pub cgroup_parent: String,
-    /// Directory of its containers' logs; without one there are no logs.
+    /// Directory of the containers' logs; without one there are no logs.
     pub log_directory: Option<PathBuf>,
-    /// Labels.
+    /// Labels of the pod.
     pub labels: HashMap<String, String>,
-    /// Annotations.
+    /// Annotations of the pod.
     pub annotations: HashMap<String, String>,
-    /// Sum of its containers' resources.
+    /// Sum of the resources of the pod's containers.
     pub resources: Option<Resources>,
 }
 
 impl PodOptions {
-    /// Returns a pod of this name on this handler.
+    /// Returns a pod named `name` on `handler`.
     pub fn new(name: impl Into<String>, handler: impl Into<String>) -> Self {
         Self { name: name.into(), handler: handler.into(), ..Self::default() }
     }
 
-    /// Returns the CRI message.
+    /// Returns the pod as a CRI message.
     pub fn to_cri(&self) -> cri::PodSandboxConfig {
         let or_name = |text: &str| {
             if text.is_empty() { self.name.clone() } else { text.to_owned() }
@@ -99,7 +99,7 @@ impl PodOptions {
                 namespace: if self.namespace.is_empty() { "default".into() } else { self.namespace.clone() },
                 attempt: 0,
             }),
-            // With the node's network a pod has the node's hostname: CRI rejects another one.
+            // With the node's network, a pod has the node's hostname: CRI rejects any other.
             hostname: if self.network == Network::Host { String::new() } else { or_name(&self.hostname) },
             log_directory: self
                 .log_directory
@@ -126,43 +126,43 @@ impl PodOptions {
     }
 }
 
-/// A container to create. Empty `command` and `args` leave it to the image.
+/// A container to create. If `command` and `args` are empty, the image's apply.
 #[derive(Debug, Clone, Default)]
 pub struct ContainerOptions {
-    /// Unique within its pod.
+    /// Name of the container, unique within its pod.
     pub name: String,
-    /// Image reference; must be present on the node.
+    /// Image reference; the image must be on the node.
     pub image: String,
-    /// Replaces the image's entrypoint.
+    /// Command that replaces the image's entrypoint.
     pub command: Vec<String>,
-    /// Replaces the image's command.
+    /// Arguments that replace the image's command.
     pub args: Vec<String>,
-    /// Environment.
+    /// Environment variables, as pairs of name and value.
     pub env: Vec<(String, String)>,
-    /// Working directory; the image's when empty.
+    /// Working directory; the image's if empty.
     pub working_dir: String,
     /// Mounts of host paths.
     pub mounts: Vec<Mount>,
-    /// Devices of the host, which it may read and write.
+    /// Devices of the host that the container may read and write.
     pub devices: Vec<Device>,
-    /// Limits.
+    /// Resource limits of the container.
     pub resources: Option<Resources>,
-    /// User and privileges.
+    /// User and privileges of the container.
     pub security: Security,
-    /// Log file, relative to the pod's log directory; `<name>.log` when empty.
+    /// Log file, relative to the pod's log directory; `<name>.log` if empty.
     pub log_path: String,
-    /// With a terminal.
+    /// Whether the container has a terminal.
     pub tty: bool,
-    /// Keeps stdin open.
+    /// Whether the container's stdin stays open.
     pub stdin: bool,
-    /// Labels.
+    /// Labels of the container.
     pub labels: HashMap<String, String>,
-    /// Annotations.
+    /// Annotations of the container.
     pub annotations: HashMap<String, String>,
 }
 
 impl ContainerOptions {
-    /// Returns a container running `command` of `image`.
+    /// Returns a container that runs `command` from `image`.
     pub fn new(
         name: impl Into<String>,
         image: impl Into<String>,
@@ -176,12 +176,12 @@ impl ContainerOptions {
         }
     }
 
-    /// Returns the file name of its log within the pod's log directory.
+    /// Returns the name of the container's log in the pod's log directory.
     pub fn log_name(&self) -> String {
         if self.log_path.is_empty() { format!("{}.log", self.name) } else { self.log_path.clone() }
     }
 
-    /// Returns the CRI message, for a pod with this network.
+    /// Returns the container as a CRI message, for a pod with this network.
     pub fn to_cri(&self, network: Network) -> cri::ContainerConfig {
         cri::ContainerConfig {
             metadata: Some(cri::ContainerMetadata { name: self.name.clone(), attempt: 0 }),
@@ -217,7 +217,7 @@ pub struct Mount {
     pub host_path: PathBuf,
     /// Path in the container.
     pub container_path: PathBuf,
-    /// Read-only.
+    /// Whether the container may not write to the mount.
     pub read_only: bool,
 }
 
@@ -251,16 +251,16 @@ impl Device {
     }
 }
 
-/// Limits; zero means none.
+/// Resource limits; zero means none.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Resources {
     /// CPU time per period, µs.
     pub cpu_quota: i64,
-    /// The period, µs; the kernel's 100,000 when zero and a quota is set.
+    /// The period, µs; if zero and a quota is set, the kernel's 100,000.
     pub cpu_period: i64,
-    /// CPU weight in cgroup v1's terms.
+    /// CPU weight, as cgroup v1 counts it.
     pub cpu_shares: i64,
-    /// Bytes.
+    /// Memory limit, bytes.
     pub memory_limit: i64,
 }
 
@@ -280,21 +280,21 @@ impl Resources {
 /// User and privileges of a container.
 #[derive(Debug, Clone, Default)]
 pub struct Security {
-    /// User; the image's when `None`.
+    /// User id; the image's user if `None`.
     pub user: Option<i64>,
-    /// Group; needs `user`.
+    /// Group id; requires `user`.
     pub group: Option<i64>,
-    /// Read-only root file system.
+    /// Whether the root file system is read-only.
     pub read_only_rootfs: bool,
-    /// All capabilities, all devices.
+    /// Whether the container has all capabilities and devices.
     pub privileged: bool,
-    /// Sets no_new_privs.
+    /// Whether to set no_new_privs.
     pub no_new_privileges: bool,
-    /// Capabilities added to the runtime's default set, e.g. "NET_ADMIN".
+    /// Capabilities added to the runtime's default set, such as "NET_ADMIN".
     pub add_capabilities: Vec<String>,
-    /// Capabilities removed from it; "ALL" for all.
+    /// Capabilities removed from the runtime's default set; "ALL" removes all.
     pub drop_capabilities: Vec<String>,
-    /// The runtime's default seccomp profile instead of none.
+    /// Whether to use the runtime's default seccomp profile instead of none.
     pub seccomp: bool,
 }
 

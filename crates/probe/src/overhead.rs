@@ -11,21 +11,21 @@ use crate::summary::median;
 
 /// Repetitions of each measurement; the median varies by a few per cent.
 const REPETITIONS: usize = 100;
-/// CRI calls of a start.
+/// Number of CRI calls in a start.
 const CALLS: f64 = 3.0;
 
 /// Medians of the probe's own times in a start, ms.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Overhead {
-    /// An empty CRI call (Version) with the runtime's time: an upper bound of the probe's time per call.
+    /// Time of an empty CRI call (Version), including the runtime's: an upper bound of the probe's time per call.
     pub empty_call_ms: Option<f64>,
-    /// From a write to a log until the watching thread's timestamp.
+    /// Time from a write to a log until the watching thread's timestamp.
     pub mark_ms: Option<f64>,
     /// Three empty calls and one mark: an upper bound of the probe's part of a start.
     pub per_pod_ms: Option<f64>,
 }
 
-/// Measures it, in the directory that the starts use.
+/// Measures the probe's cost, in the directory that the starts use.
 pub async fn measure(runtime: &Runtime, watch: &LogWatch) -> Overhead {
     let mut calls = Vec::new();
     for _ in 0..REPETITIONS {

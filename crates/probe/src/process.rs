@@ -7,33 +7,40 @@ use std::time::Duration;
 use procfs::ProcResult;
 use procfs::process::{FDTarget, Process as Entry};
 
-/// A process, as `/proc` shows it.
+/// A process as `/proc` shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Process {
-    /// Its id.
+    /// Process id.
     pub pid: i32,
-    /// Its parent's.
+    /// Process id of the parent.
     pub parent: i32,
-    /// Start, clock ticks since boot.
+    /// Time of the process's start, clock ticks since boot.
     pub started: u64,
-    /// File name of its program.
+    /// File name of the process's program.
     pub name: String,
     /// Arguments, the program included, joined by spaces.
     pub command: String,
-    /// Its cgroups, one path per hierarchy.
+    /// Cgroups of the process, one path per hierarchy.
     pub cgroups: Vec<String>,
-    /// Inode of its pid namespace; `None` without permission.
+    /// Inode of the process's PID namespace; `None` without permission.
     pub pid_namespace: Option<u64>,
-    /// Its open files.
+    /// Paths of the process's open files.
     pub files: Vec<String>,
     /// Processes that it watches by pidfd.
     pub watches: BTreeSet<i32>,
-    /// Has a KVM VM open.
+    /// Whether the process has a KVM VM open.
     pub has_vm: bool,
+    /// Device and inode of the process's program; `None` without permission.
+    pub program: Option<(u64, u64)>,
+    /// Whether this is a kernel thread that works for one process, which is its parent here.
+    pub is_kernel_thread: bool,
 }
 
-/// All processes by pid, without kernel threads.
+/// All processes by pid. Of the kernel threads, only those that work for one process.
 pub type Table = BTreeMap<i32, Process>;
+
+/// Flag of a kernel thread in `/proc/PID/stat` (PF_KTHREAD).
+const KERNEL_THREAD: u32 = 0x0020_0000;
 
 /// Reads `/proc`. Skips processes that end meanwhile.
 pub fn table() -> ProcResult<Table> {
@@ -46,10 +53,12 @@ pub fn table() -> ProcResult<Table> {
     Ok(table)
 }
 
-/// Returns a process; `None` for kernel threads and ended processes: they have no command line.
+/// Returns a process; `None` for other kernel threads and for ended processes, which have no command line.
 fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     let arguments = entry.cmdline()?;
-    let Some(program) = arguments.first().filter(|program| !program.is_empty()) else { return Ok(None) };
+    let Some(program) = arguments.first().filter(|program| !program.is_empty()) else {
+        return vhost_worker(entry);
+    };
     let stat = entry.stat()?;
     let mut process = Process {
         pid: stat.pid,
@@ -59,9 +68,12 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
         command: arguments.join(" "),
         cgroups: entry.cgroups()?.0.into_iter().map(|cgroup| cgroup.pathname).collect(),
         pid_namespace: std::fs::metadata(format!("/proc/{}/ns/pid", stat.pid)).ok().map(|inode| inode.ino()),
+        program: std::fs::metadata(format!("/proc/{}/exe", stat.pid))
+            .ok()
+            .map(|file| (file.dev(), file.ino())),
         ..Process::default()
     };
-    // Needs ptrace permission; without it only the other ties are used.
+    // This requires ptrace permission; without it only the other ties are used.
     for fd in entry.fd().into_iter().flatten().flatten() {
         match fd.target {
             FDTarget::Path(path) => process.files.push(path.display().to_string()),
@@ -75,13 +87,35 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     Ok(Some(process))
 }
 
-/// Returns the CPU time of a process with all threads, exact to a clock tick (10 ms); `None` when it has ended.
+/// Returns the kernel thread that carries a VM's packets. Before Linux 6.4, vhost has one per device, named after the
+/// process that opened the device; later it is a thread of that process.
+fn vhost_worker(entry: &Entry) -> ProcResult<Option<Process>> {
+    let stat = entry.stat()?;
+    let Some(owner) = vhost_owner(&stat.comm).filter(|_| stat.flags & KERNEL_THREAD != 0) else {
+        return Ok(None);
+    };
+    Ok(Some(Process {
+        pid: stat.pid,
+        parent: owner,
+        started: stat.starttime,
+        name: stat.comm,
+        cgroups: entry.cgroups()?.0.into_iter().map(|cgroup| cgroup.pathname).collect(),
+        is_kernel_thread: true,
+        ..Process::default()
+    }))
+}
+
+fn vhost_owner(comm: &str) -> Option<i32> {
+    comm.strip_prefix("vhost-")?.parse().ok().filter(|&pid| pid > 0)
+}
+
+/// Returns the CPU time of a process with all its threads, exact to a clock tick (10 ms); `None` if it has ended.
 pub fn cpu_time(pid: i32) -> Option<Duration> {
     let stat = Entry::new(pid).and_then(|process| process.stat()).ok()?;
     Some(Duration::from_secs(stat.utime + stat.stime) / u32::try_from(procfs::ticks_per_second()).ok()?)
 }
 
-/// Returns the process of a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
+/// Returns the process of a pidfd, from line "Pid:" of its fdinfo; -1 there means that the process has ended.
 fn watched(pid: i32, fd: i32) -> Option<i32> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
@@ -115,6 +149,18 @@ mod tests {
         assert!(me.name.starts_with("sandboxer_probe"), "{}", me.name);
         assert!(me.files.contains(&file.path().display().to_string()));
         assert!(lineage(&table, me.pid).contains(&me.parent));
+    }
+
+    #[test]
+    fn a_vhost_worker_names_its_owner() {
+        assert_eq!(vhost_owner("vhost-393"), Some(393));
+        for other in ["vhost-", "vhost-x", "vhost-0", "kworker/0:1", "vhost_task"] {
+            assert_eq!(vhost_owner(other), None, "{other}");
+        }
+        // A program can take such a name, but is no kernel thread.
+        assert!(
+            table().unwrap().values().all(|process| !process.is_kernel_thread || process.command.is_empty())
+        );
     }
 
     #[test]

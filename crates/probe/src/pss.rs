@@ -1,27 +1,26 @@
-//! Proportional set size: each page counted to a process by its share in it, so that sums over processes
-//! count no page twice.
+//! Proportional set size: a page that n processes share counts 1/n for each of them, so that sums over processes count
+//! no page twice.
 
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
-/// Minimum size of guest memory, bytes: a readable, writable, not executable mapping. A VMM itself has none this
-/// large.
+/// Minimum size of guest memory, bytes: a readable, writable, non-executable mapping. A VMM's own mappings are smaller.
 const GUEST_MEMORY: u64 = 16 << 20;
 
-/// Why a process' memory is unknown.
+/// Why a process's memory is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum PssError {
-    /// It has ended.
+    /// The process has ended.
     #[error("process {0} has ended")]
     Gone(i32),
-    /// No permission: only its owner and root may read it.
+    /// There is no permission: only its owner and root may read a process's memory.
     #[error("no permission to read the memory of process {0}: run as root, or the sum lacks its PSS")]
     Denied(i32),
-    /// Another error.
+    /// The memory cannot be read for another reason.
     #[error("cannot read the memory of process {pid}")]
     Other {
-        /// Its id.
+        /// Process id.
         pid: i32,
-        /// What the system said.
+        /// The error of `/proc`.
         source: procfs::ProcError,
     },
 }
@@ -29,11 +28,11 @@ pub enum PssError {
 /// PSS of a VMM by role, KiB.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Split {
-    /// The VMM's own.
+    /// The VMM's own memory.
     pub own: u64,
     /// The guest's memory.
     pub guest: u64,
-    /// Its share of unchanged template pages, which it maps privately as guest memory.
+    /// The VMM's share of unchanged template pages, which it maps privately as guest memory.
     pub template: u64,
 }
 
@@ -44,7 +43,7 @@ pub fn total(pid: i32) -> Result<u64, PssError> {
     Ok(maps.into_iter().map(|map| bytes(&map, "Pss")).sum::<u64>() >> 10)
 }
 
-/// Returns the PSS of a VMM, from its `smaps`. The parts add up to [`total`] of the same moment.
+/// Returns the PSS of a VMM, from its `smaps`. The parts add up to [`total`] at the same moment.
 pub fn split(pid: i32) -> Result<Split, PssError> {
     let process = Process::new(pid).map_err(|error| failed(pid, error))?;
     let maps = process.smaps().map_err(|error| failed(pid, error))?;
@@ -55,8 +54,7 @@ pub fn split(pid: i32) -> Result<Split, PssError> {
         let written = bytes(&map, "Anonymous").min(pss);
         let private_file =
             matches!(map.pathname, MMapPath::Path(_)) && map.perms.contains(MMPermissions::PRIVATE);
-        // A running guest has written to its memory; a kernel image that a VMM has mapped to
-        // load it from is never written to.
+        // A running guest has written to its memory. A kernel image that a VMM mapped to load it is never written to.
         if !is_guest_memory(&map) || (private_file && written == 0) {
             own += pss;
         } else if private_file {
@@ -85,7 +83,7 @@ fn failed(pid: i32, source: procfs::ProcError) -> PssError {
     match source {
         procfs::ProcError::NotFound(_) => PssError::Gone(pid),
         procfs::ProcError::PermissionDenied(_) => PssError::Denied(pid),
-        // An ending process returns ESRCH.
+        // Reading an ending process fails with ESRCH.
         procfs::ProcError::Io(ref error, _) if error.raw_os_error() == Some(3) => PssError::Gone(pid),
         source => PssError::Other { pid, source },
     }

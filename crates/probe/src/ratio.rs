@@ -6,51 +6,84 @@ use serde::{Deserialize, Serialize};
 
 use crate::summary::median;
 
-/// Resamples of an interval: with more, its ends move by less than a hundredth of its width.
+/// Number of resamples of an interval. With more, its ends move by less than a hundredth of its width.
 pub const RESAMPLES: usize = 2000;
-/// Confidence level, if samples are independent.
+/// Confidence level if samples are independent.
 pub const CONFIDENCE: f64 = 0.95;
-/// Below this number of values an interval of resamples is too narrow: of four values, 6 of 100 miss the true ratio.
+const SEED: u64 = 0x5eed;
+/// Number of values below which an interval from resamples is too narrow: with four values, 6 of 100 miss the true
+/// ratio.
 const FEW: usize = 8;
+
+/// Minimum number of groups on each side for an interval. Pods of one group share a queue, a disk and an instant, so a
+/// group is one sample, and two groups show nothing about the spread of groups.
+pub const MIN_GROUPS: usize = 3;
 
 /// Ratio of the medians of two series.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Ratio {
-    /// Median of a over median of b.
+    /// Median of a divided by the median of b.
     pub p50: f64,
-    /// Lower end of the interval.
+    /// Confidence interval; `None` if there are too few independent samples.
+    #[serde(flatten)]
+    pub interval: Option<Interval>,
+}
+
+/// Interval of a ratio, at confidence level [`CONFIDENCE`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Interval {
+    /// Lower end.
     pub ci_low: f64,
     /// Upper end.
     pub ci_high: f64,
 }
 
 impl Ratio {
-    /// Returns the ratio of two sets of times, with a percentile bootstrap interval. `None` when one has no times or b's
-    /// median is zero. The same input gives the same interval: the generator's seed is fixed.
+    /// Returns the ratio of two sets of independent times, with a percentile bootstrap interval. `None` if one set is
+    /// empty or b's median is zero. The same input gives the same interval: the generator's seed is fixed.
     pub fn of(a: &[f64], b: &[f64]) -> Option<Self> {
-        Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(0x5eed))
+        Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(SEED))
     }
 
-    /// Same as [`Ratio::of`], with a given generator.
+    /// Same as [`Ratio::of`], with a given number of resamples and a given generator.
     pub fn resampled(a: &[f64], b: &[f64], resamples: usize, random: &mut impl Rng) -> Option<Self> {
-        let over = |a: f64, b: f64| (b > 0.0).then(|| a / b);
         let p50 = over(median(a)?, median(b)?)?;
         let (mut of_a, mut of_b) = (vec![0.0; a.len()], vec![0.0; b.len()]);
-        let mut ratios: Vec<f64> = (0..resamples)
+        let ratios = (0..resamples)
             .filter_map(|_| over(draw(a, &mut of_a, random), draw(b, &mut of_b, random)))
             .collect();
-        ratios.sort_by(f64::total_cmp);
-        let tail = (1.0 - CONFIDENCE) / 2.0;
-        let end = |part: f64| ratios.get((part * ratios.len() as f64) as usize).copied();
-        Some(Self { p50, ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
+        Some(Self { p50, interval: Some(Interval::of(ratios)?) })
     }
 
-    /// Same as [`Ratio::of`], for few values: below [`FEW`] of one side the interval is exact, from the ranks of the two sets
-    /// (Hodges and Lehmann, by Mann and Whitney's statistic), since that of resamples is too narrow then. With four values of each
-    /// it is the whole range of ratios. Where no interval from ranks has the level, it is that of resamples.
+    /// Returns the ratio of the medians of all times in two sets of groups. Resamples groups, not their times, because
+    /// times of one group depend on each other. There is no interval if a side has fewer than [`MIN_GROUPS`] groups.
+    pub fn of_groups(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<Self> {
+        Self::resampled_groups(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(SEED))
+    }
+
+    fn resampled_groups(
+        a: &[Vec<f64>],
+        b: &[Vec<f64>],
+        resamples: usize,
+        random: &mut impl Rng,
+    ) -> Option<Self> {
+        let p50 = over(median(&a.concat())?, median(&b.concat())?)?;
+        if a.len().min(b.len()) < MIN_GROUPS {
+            return Some(Self { p50, interval: None });
+        }
+        let ratios = (0..resamples)
+            .filter_map(|_| over(median(&draw_groups(a, random))?, median(&draw_groups(b, random))?))
+            .collect();
+        Some(Self { p50, interval: Some(Interval::of(ratios)?) })
+    }
+
+    /// Same as [`Ratio::of`], for few values. If a side has fewer than [`FEW`], an interval from resamples is too
+    /// narrow, so the interval is exact, from the ranks of the two sets (Hodges and Lehmann, by Mann and Whitney's
+    /// statistic). With four values each, it is the whole range of ratios. If no interval from ranks has the level, it
+    /// is the one from resamples.
     pub fn of_few(a: &[f64], b: &[f64]) -> Option<Self> {
         let resampled = Self::of(a, b)?;
-        // A value of zero has no ratio to it.
+        // No ratio to zero exists.
         let few = a.len().min(b.len()) < FEW && b.iter().all(|value| *value > 0.0);
         let excluded = few.then(|| excluded(a.len(), b.len())).flatten();
         let Some(excluded) = excluded else { return Some(resampled) };
@@ -58,36 +91,94 @@ impl Ratio {
         ratios.sort_by(f64::total_cmp);
         let ends = (ratios.get(excluded), ratios.iter().rev().nth(excluded));
         let (Some(&ci_low), Some(&ci_high)) = ends else { return Some(resampled) };
-        Some(Self { ci_low, ci_high, ..resampled })
+        Some(Self { interval: Some(Interval { ci_low, ci_high }), ..resampled })
     }
 
-    /// Returns the text for a table cell: "0.52 (0.46–0.67)".
+    /// Returns the text for a table cell: "0.52 (0.46–0.67)", or "≈ 0.52" without an interval.
     pub fn short(&self) -> String {
-        format!("{:.2} ({:.2}–{:.2})", self.p50, self.ci_low, self.ci_high)
+        match self.interval {
+            Some(Interval { ci_low, ci_high }) => {
+                let digits = digits(self.p50);
+                format!("{:.digits$} ({ci_low:.digits$}–{ci_high:.digits$})", self.p50)
+            }
+            None => format!("≈ {:.*}", digits(self.p50), self.p50),
+        }
     }
 
-    /// Returns whether the interval contains 1: the data show no difference.
+    /// Returns whether the data show no difference: the interval contains 1, or there is no interval.
     pub fn shows_no_difference(&self) -> bool {
-        self.ci_low <= 1.0 && self.ci_high >= 1.0
+        self.interval.is_none_or(|interval| interval.contains(1.0))
+    }
+
+    /// Returns how many times faster or slower a is than b, if the ratio is one of times: "11.2 times faster (10.6 to
+    /// 11.3)". `None` if no difference is shown.
+    pub fn times_faster(&self) -> Option<String> {
+        let Interval { ci_low, ci_high } = self.interval.filter(|interval| !interval.contains(1.0))?;
+        let (word, [p50, low, high]) = if self.p50 < 1.0 {
+            ("faster", [1.0 / self.p50, 1.0 / ci_high, 1.0 / ci_low])
+        } else {
+            ("slower", [self.p50, ci_low, ci_high])
+        };
+        let digits = if p50 < 10.0 { 2 } else { 1 };
+        Some(format!("{p50:.digits$} times {word} ({low:.digits$} to {high:.digits$})"))
     }
 }
 
 /// Formats as "2.31 × (95 % CI 2.24 to 2.39)".
 impl std::fmt::Display for Ratio {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:.2} × (95 % CI {:.2} to {:.2}", self.p50, self.ci_low, self.ci_high)?;
-        f.write_str(if self.shows_no_difference() { "; no difference shown)" } else { ")" })
+        let digits = digits(self.p50);
+        let Some(interval) = self.interval else {
+            return write!(f, "≈ {:.digits$} × (fewer than {MIN_GROUPS} groups: no interval)", self.p50);
+        };
+        let Interval { ci_low, ci_high } = interval;
+        write!(f, "{:.digits$} × (95 % CI {ci_low:.digits$} to {ci_high:.digits$}", self.p50)?;
+        f.write_str(if interval.contains(1.0) { "; no difference shown)" } else { ")" })
     }
 }
 
-/// Returns how many ratios of `a` values to `b` values are outside at each end of an interval with [`CONFIDENCE`]; `None` if
-/// there are too few values.
+impl Interval {
+    /// Returns the interval of a set of resampled ratios; `None` for an empty set.
+    fn of(mut ratios: Vec<f64>) -> Option<Self> {
+        ratios.sort_by(f64::total_cmp);
+        let tail = (1.0 - CONFIDENCE) / 2.0;
+        let end = |part: f64| ratios.get((part * ratios.len() as f64) as usize).copied();
+        Some(Self { ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
+    }
+
+    /// Returns whether a ratio is within the interval.
+    pub fn contains(&self, ratio: f64) -> bool {
+        self.ci_low <= ratio && ratio <= self.ci_high
+    }
+}
+
+fn over(a: f64, b: f64) -> Option<f64> {
+    (b > 0.0).then(|| a / b)
+}
+
+/// Returns the number of digits after which a ratio is cut: a small ratio keeps three.
+fn digits(ratio: f64) -> usize {
+    match ratio.abs() {
+        ratio if ratio >= 0.3 => 2,
+        ratio if ratio >= 0.01 => 3,
+        _ => 4,
+    }
+}
+
+/// Returns the times of equally many groups, drawn with replacement.
+fn draw_groups(from: &[Vec<f64>], random: &mut impl Rng) -> Vec<f64> {
+    (0..from.len()).flat_map(|_| from[random.random_range(0..from.len())].iter().copied()).collect()
+}
+
+/// Returns how many ratios of values of a to values of b lie outside each end of an interval with [`CONFIDENCE`];
+/// `None` if there are too few values. `a` and `b` are the numbers of values.
 fn excluded(a: usize, b: usize) -> Option<usize> {
-    // For each number of values of `b`: how many orders of all values have how many pairs in which that of `a` is the larger one.
+    // For each number of values of b: the number of orders of all values, by the number of pairs in which a's value is
+    // larger.
     let mut orders = vec![vec![1.0_f64]; b + 1];
     for _ in 0..a {
         for of_b in 1..=b {
-            // The largest value is of `a`, and in a pair with each of `b`; or it is of `b`.
+            // Either the largest value belongs to a and is larger in a pair with each of b's, or it belongs to b.
             let mut counts = vec![0.0; of_b];
             counts.extend(&orders[of_b]);
             counts.iter_mut().zip(&orders[of_b - 1]).for_each(|(count, more)| *count += more);
@@ -135,7 +226,7 @@ mod tests {
             .filter(|_| {
                 let (a, b) = (times(40, 200.0, &mut random), times(40, 100.0, &mut random));
                 let ratio = Ratio::resampled(&a, &b, 400, &mut random).unwrap();
-                ratio.ci_low <= truth && truth <= ratio.ci_high
+                ratio.interval.unwrap().contains(truth)
             })
             .count();
         // Three standard errors of a proportion of 0.95 at 400 runs are 0.033.
@@ -162,8 +253,9 @@ mod tests {
                 .filter(|_| {
                     let (a, b) = (times(n, 200.0, &mut random), times(n, 100.0, &mut random));
                     let ratio = Ratio::of_few(&a, &b).unwrap();
-                    assert!(ratio.ci_low <= ratio.p50 && ratio.p50 <= ratio.ci_high, "{ratio}");
-                    ratio.ci_low <= 2.0 && 2.0 <= ratio.ci_high
+                    let interval = ratio.interval.unwrap();
+                    assert!(interval.contains(ratio.p50), "{ratio}");
+                    interval.contains(2.0)
                 })
                 .count();
             let part = held as f64 / 400.0;
@@ -186,11 +278,72 @@ mod tests {
         }
         let (a, b) = ([2.0, 4.0, 6.0, 8.0], [1.0, 2.0, 3.0, 4.0]);
         let ratio = Ratio::of_few(&a, &b).unwrap();
-        assert_eq!((ratio.ci_low, ratio.p50, ratio.ci_high), (0.5, 2.0, 8.0));
-        // Too few for any, and enough for resamples.
+        assert_eq!(ratio, Ratio { p50: 2.0, interval: Some(Interval { ci_low: 0.5, ci_high: 8.0 }) });
+        // Too few for any interval from ranks, so the one from resamples is used.
         assert_eq!(Ratio::of_few(&a[..2], &b), Ratio::of(&a[..2], &b));
         let many = times(8, 100.0, &mut SmallRng::seed_from_u64(1));
         assert_eq!(Ratio::of_few(&many, &many), Ratio::of(&many, &many));
+    }
+
+    /// Returns groups of pods that share their group's luck: most of the spread is between groups.
+    fn groups(n: usize, median: f64, random: &mut SmallRng) -> Vec<Vec<f64>> {
+        times(n, median, random)
+            .into_iter()
+            .map(|of| (0..6).map(|pod| of + f64::from(pod) / 10.0).collect())
+            .collect()
+    }
+
+    #[test]
+    fn intervals_of_groups_hold_the_truth_where_those_of_their_pods_do_not() {
+        let mut random = SmallRng::seed_from_u64(10);
+        let (mut by_groups, mut by_pods) = (0, 0);
+        for _ in 0..100 {
+            let (a, b) = (groups(12, 200.0, &mut random), groups(12, 100.0, &mut random));
+            // The medians of pods are slightly above those of groups.
+            let truth = 200.25 / 100.25;
+            let holds = |ratio: Ratio| usize::from(ratio.interval.unwrap().contains(truth));
+            by_groups += holds(Ratio::resampled_groups(&a, &b, 300, &mut random).unwrap());
+            by_pods += holds(Ratio::resampled(&a.concat(), &b.concat(), 300, &mut random).unwrap());
+        }
+        assert!(by_groups >= 85, "{by_groups} of 100 intervals over groups held the true ratio");
+        assert!(by_pods < 75, "{by_pods} of 100 intervals over pods: the groups are not what this tests");
+    }
+
+    #[test]
+    fn one_or_two_groups_show_nothing() {
+        let groups = |n: usize, ms: f64| vec![vec![ms, ms + 1.0, ms + 2.0]; n];
+        for few in [1, 2] {
+            let ratio = Ratio::of_groups(&groups(few, 100.0), &groups(9, 200.0)).unwrap();
+            assert_eq!((ratio.interval, ratio.times_faster()), (None, None));
+            assert!(ratio.shows_no_difference());
+            assert_eq!(ratio.short(), "≈ 0.50");
+            assert!(ratio.to_string().contains("fewer than 3 groups"), "{ratio}");
+        }
+        assert!(!Ratio::of_groups(&groups(3, 100.0), &groups(3, 200.0)).unwrap().shows_no_difference());
+        assert_eq!(Ratio::of_groups(&[], &groups(3, 1.0)), None);
+    }
+
+    #[test]
+    fn small_ratios_keep_three_digits_and_say_how_many_times_faster() {
+        let ratio = |p50, ci_low, ci_high| Ratio { p50, interval: Some(Interval { ci_low, ci_high }) };
+        let small = ratio(0.08903, 0.08850, 0.09391);
+        assert_eq!(small.short(), "0.089 (0.088–0.094)");
+        assert_eq!(small.times_faster().unwrap(), "11.2 times faster (10.6 to 11.3)");
+        assert_eq!(ratio(0.01384, 0.0138, 0.0145).short(), "0.014 (0.014–0.015)");
+        assert_eq!(ratio(0.43, 0.41, 0.46).short(), "0.43 (0.41–0.46)");
+        assert_eq!(ratio(4.82, 4.61, 5.0).times_faster().unwrap(), "4.82 times slower (4.61 to 5.00)");
+        assert_eq!(ratio(0.98, 0.9, 1.1).times_faster(), None);
+    }
+
+    #[test]
+    fn ratios_are_written_as_before() {
+        let text = r#"{"p50":0.5,"ci_low":0.4,"ci_high":0.6}"#;
+        let ratio: Ratio = serde_json::from_str(text).unwrap();
+        assert_eq!(ratio.interval, Some(Interval { ci_low: 0.4, ci_high: 0.6 }));
+        assert_eq!(serde_json::to_string(&ratio).unwrap(), text);
+        let none: Ratio = serde_json::from_str(r#"{"p50":0.5}"#).unwrap();
+        assert_eq!(none.interval, None);
+        assert_eq!(serde_json::to_string(&none).unwrap(), r#"{"p50":0.5}"#);
     }
 
     #[test]

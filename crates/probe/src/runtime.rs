@@ -18,13 +18,13 @@ use crate::options::{ContainerOptions, PodOptions};
 mod answer;
 mod error;
 
-/// Maximum size of an answer, bytes: verbose answers contain whole specs.
+/// Maximum size of a response, bytes: verbose responses contain whole specs.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// Result of a call.
+/// Result of a CRI call.
 pub type Result<T> = std::result::Result<T, RuntimeError>;
 
-/// A connection to a runtime; clones share it. It connects at the first call and reconnects after a loss.
+/// A connection to a runtime, which clones share. Connects at the first call and reconnects after a loss.
 #[derive(Debug, Clone)]
 pub struct Runtime {
     socket: PathBuf,
@@ -33,7 +33,7 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// Returns a client of `endpoint`: `unix:///path`, `unix:/path` or a path.
+    /// Creates a client of `endpoint`: `unix:///path`, `unix:/path` or a path.
     pub fn connect(endpoint: &str) -> Result<Self> {
         let bad = |reason| RuntimeError::Endpoint { endpoint: endpoint.to_owned(), reason };
         let path = match endpoint.split_once(':') {
@@ -58,7 +58,7 @@ impl Runtime {
         &self.socket
     }
 
-    /// Returns name and versions of the runtime.
+    /// Returns the name and versions of the runtime.
     pub async fn version(&self) -> Result<Version> {
         let request = cri::VersionRequest { version: "v1".into() };
         let answer = self.runtime.clone().version(request).await;
@@ -70,7 +70,7 @@ impl Runtime {
         })
     }
 
-    /// Returns the runtime's verbose status: handlers, configuration and more, as JSON texts.
+    /// Returns the runtime's verbose status as JSON texts: handlers, configuration and more.
     pub async fn describe(&self) -> Result<(Vec<String>, HashMap<String, String>)> {
         let request = cri::StatusRequest { verbose: true };
         let answer = self.runtime.clone().status(request).await;
@@ -88,14 +88,14 @@ impl Runtime {
         self.named("RunPodSandbox", &pod.name, answer.pod_sandbox_id)
     }
 
-    /// Stops a pod and its containers. Stopping a stopped one is no error.
+    /// Stops a pod and its containers. Stopping a stopped pod is no error.
     pub async fn stop_pod(&self, id: &str) -> Result<()> {
         let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().stop_pod_sandbox(request).await;
         self.check("StopPodSandbox", id, answer).map(drop)
     }
 
-    /// Removes a pod and its containers. Removing an unknown one is no error.
+    /// Removes a pod and its containers. Removing an unknown pod is no error.
     pub async fn remove_pod(&self, id: &str) -> Result<()> {
         let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().remove_pod_sandbox(request).await;
@@ -125,7 +125,7 @@ impl Runtime {
         })
     }
 
-    /// Returns the pods that have all of these labels; without labels all pods.
+    /// Returns the pods that have all of these labels; without labels, all pods.
     pub async fn pods(&self, labels: &HashMap<String, String>) -> Result<Vec<Listed>> {
         let filter = cri::PodSandboxFilter { label_selector: labels.clone(), ..Default::default() };
         let request = cri::ListPodSandboxRequest { filter: Some(filter) };
@@ -145,7 +145,7 @@ impl Runtime {
             .collect())
     }
 
-    /// Creates a container in a pod that was run with these options; returns its id.
+    /// Creates a container in a pod that was run with these options; returns the container's id.
     pub async fn create_container(
         &self,
         pod_id: &str,
@@ -170,14 +170,14 @@ impl Runtime {
         self.check("StartContainer", id, answer).map(drop)
     }
 
-    /// Stops a container; kills it after `grace`. CRI has whole seconds: `grace` is rounded up.
+    /// Stops a container; the runtime kills it after `grace`, rounded up to CRI's whole seconds.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<()> {
         let request = cri::StopContainerRequest { container_id: id.to_owned(), timeout: seconds(grace) };
         let answer = self.runtime.clone().stop_container(request).await;
         self.check("StopContainer", id, answer).map(drop)
     }
 
-    /// Removes a container, running or not. Removing an unknown one is no error.
+    /// Removes a container, running or not. Removing an unknown container is no error.
     pub async fn remove_container(&self, id: &str) -> Result<()> {
         let request = cri::RemoveContainerRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().remove_container(request).await;
@@ -205,7 +205,7 @@ impl Runtime {
         })
     }
 
-    /// Returns the containers of a pod; with `None` all.
+    /// Returns the containers of a pod, or all containers if `pod` is `None`.
     pub async fn containers(&self, pod: Option<&str>) -> Result<Vec<Listed>> {
         let filter =
             cri::ContainerFilter { pod_sandbox_id: pod.unwrap_or_default().to_owned(), ..Default::default() };
@@ -226,7 +226,7 @@ impl Runtime {
             .collect())
     }
 
-    /// Runs a command in a running container until it ends or until `limit`.
+    /// Runs a command in a running container until the command ends or `limit` expires.
     pub async fn exec_sync<S: Into<String>>(
         &self,
         id: &str,
@@ -264,7 +264,7 @@ impl Runtime {
         Ok(answer.image.map(|image| Image { id: image.id, digests: image.repo_digests, size: image.size }))
     }
 
-    /// Converts gRPC's status.
+    /// Converts a gRPC status to an error.
     fn check<T>(
         &self,
         call: &'static str,
@@ -275,7 +275,7 @@ impl Runtime {
             Ok(answer) => return Ok(answer.into_inner()),
             Err(status) => status,
         };
-        // A transport error means that the runtime did not answer.
+        // A transport error means that the runtime did not respond.
         let io = std::iter::successors(std::error::Error::source(&status), |error| error.source())
             .find_map(|error| error.downcast_ref::<std::io::Error>());
         if let (Code::Unavailable | Code::Unknown, Some(io)) = (status.code(), io) {
@@ -304,7 +304,7 @@ impl Runtime {
     }
 }
 
-/// Returns a lazily connected channel to a unix socket.
+/// Returns a lazily connected channel to a Unix socket.
 pub(crate) fn channel(socket: PathBuf) -> Channel {
     Endpoint::from_static("http://socket").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
         let socket = socket.clone();

@@ -5,13 +5,14 @@ use crate::busy::Busy;
 use crate::ledger::Ledger;
 use crate::report::{Marginal, Memory, Report};
 
-/// Why there is no overhead.
+/// None of the handler's pods run, so there is no overhead to compute.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot measure the overhead of handler '{0}': none of its pods are running")]
 pub struct NoPods(String);
 
-/// Returns the RuntimeClass from the growth of memory over a sweep, the CPU time of the idle pods at its end, and what a busy pod held
-/// beyond its memory limit: the larger of the two memories, so that the host ends no pod that stays within its limits.
+/// Returns the RuntimeClass from the growth of memory over a sweep, the CPU time of the idle pods at its end, and the
+/// memory of a busy pod beyond its limit. Uses the larger of the two memories, so that the host kills no pod that stays
+/// within its limits.
 pub fn from_sweep(handler: &str, marginal: &Marginal, busy: &Busy, report: &Report) -> String {
     let rows: Vec<&Memory> = report.memory.iter().filter(|row| row.runtime == handler).collect();
     let counts: Vec<String> = rows.iter().map(|row| row.pods.to_string()).collect();
@@ -39,7 +40,7 @@ pub fn from_sweep(handler: &str, marginal: &Marginal, busy: &Busy, report: &Repo
     yaml(handler, (kib, &memory), (cpu.0, &cpu.1))
 }
 
-/// Returns the RuntimeClass from the mean of the running pods, with their share of the resident process.
+/// Returns the RuntimeClass from the mean of the running pods, including their share of the resident process.
 pub fn from_ledger(handler: &str, ledger: &Ledger) -> Result<String, NoPods> {
     if ledger.pods == 0 {
         return Err(NoPods(handler.to_owned()));
@@ -54,7 +55,8 @@ pub fn from_ledger(handler: &str, ledger: &Ledger) -> Result<String, NoPods> {
     Ok(yaml(handler, (kib, &source), cpu))
 }
 
-/// Returns the YAML. Memory in KiB and CPU in millicores, each with its source, or why CPU is unknown.
+/// Returns the YAML, with memory in KiB and CPU in millicores, each with its source, or the reason for an unknown CPU
+/// time.
 fn yaml(handler: &str, (kib, memory): (f64, &str), (millicores, cpu): (Option<f64>, &str)) -> String {
     let mib = (kib.max(0.0) / 1024.0).ceil();
     let cpu = match millicores {
@@ -88,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_sweep_tells_the_cpu_of_a_pod_too() {
-        let point = |pods: u64, idle_cpu_millicores: Option<f64>| Point {
+        let point = |pods: u64, idle_cpu_millicores: Vec<f64>| Point {
             runtime: "vm".into(),
             repetition: 0,
             ledger: Ledger {
@@ -101,13 +103,13 @@ mod tests {
             idle_cpu_millicores,
         };
         let mut report = Report::new(Manifest::default());
-        report.add_memory(&[point(1, None), point(10, Some(46.0))]);
+        report.add_memory(&[point(1, vec![]), point(10, vec![46.0])]);
         let of_busy = |beyond_kib| {
             let busy = Busy { limit_mib: 256, beyond_kib, looks: 20 };
             from_sweep("vm", &report.marginal_kib_per_pod["vm"], &busy, &report)
         };
         let yaml = of_busy(10 << 10);
-        // 40,000 KiB are 39.06 MiB, 46 / 10 thousandths 4.6.
+        // 40,000 KiB are 39.06 MiB; 46 / 10 millicores are 4.6.
         assert!(yaml.contains("    memory: 40Mi\n") && yaml.contains("    cpu: 5m\n"), "{yaml}");
         let busier = of_busy((60 << 10) + 1);
         assert!(busier.contains("    memory: 61Mi\n") && busier.contains("limit of 256 MiB"), "{busier}");

@@ -1,4 +1,4 @@
-//! The raw rows: one per pod, with failures.
+//! The raw rows, one per pod, failures included.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,10 +14,17 @@ use crate::clock::Clock;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
-    /// One after the other, each removed before the next.
+    /// Pods are started one after the other, each removed before the next.
     Serial,
-    /// A group at once.
+    /// Pods of a group are started at once.
     Parallel,
+    /// Pods of one runtime are started one after the other without a pause, to measure the sustained rate.
+    Sustained,
+}
+
+impl Mode {
+    /// Every mode, in the order of reports.
+    pub const ALL: [Mode; 3] = [Mode::Serial, Mode::Parallel, Mode::Sustained];
 }
 
 impl std::fmt::Display for Mode {
@@ -25,6 +32,7 @@ impl std::fmt::Display for Mode {
         f.write_str(match self {
             Mode::Serial => "serial",
             Mode::Parallel => "parallel",
+            Mode::Sustained => "sustained",
         })
     }
 }
@@ -33,7 +41,7 @@ impl std::fmt::Display for Mode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// Its first byte was detected.
+    /// The container's first byte was detected.
     Ok,
     /// The start failed.
     Failed,
@@ -46,46 +54,68 @@ pub enum Outcome {
 pub struct Sample {
     /// Runtime handler.
     pub runtime: String,
-    /// How it was started.
+    /// How the pod was started.
     pub mode: Mode,
     /// Number of the serial start or of the group, from 0.
     pub round: u32,
-    /// Place within its group; 0 for serial starts.
+    /// Place of the pod within its group; 0 for serial starts.
     pub index: u32,
-    /// Warm-up: never counted.
+    /// Whether the start is a warm-up, which never counts.
     pub warm_up: bool,
-    /// Start request, ms since the run began; shows alternation and drift.
+    /// Time of the start request, ms since the run began; shows alternation and drift.
     pub released_ms: f64,
-    /// RunPodSandbox answered.
+    /// Time at which RunPodSandbox returned.
     pub pod_ms: Option<f64>,
-    /// CreateContainer answered.
+    /// Time at which CreateContainer returned.
     pub created_ms: Option<f64>,
-    /// StartContainer answered. The first byte may come before or after it.
+    /// Time at which StartContainer returned. The first byte may come before or after it.
     pub started_ms: Option<f64>,
-    /// First byte of the container: the measured time.
+    /// Time of the container's first byte: the measured time.
     pub first_byte_ms: Option<f64>,
-    /// First answered ping; only of the series `vm`.
+    /// Time of the first answered ping; only for the series `vm`.
     pub first_ping_ms: Option<f64>,
-    /// Result.
+    /// Outcome of the start.
     pub outcome: Outcome,
-    /// Call that failed; empty when none did.
+    /// Call that failed; empty if none did.
     pub failed_at: String,
-    /// Why, in one line.
+    /// Reason of the failure, in one line.
     pub error: String,
     /// Durations of the daemon's own stages, ms, if there is a trace.
     pub stages: BTreeMap<Stage, f64>,
-    /// VM exits of the pod, from KVM's statistics: from the start request until after the first byte, in a group until all
-    /// of its pods are started.
+    /// VM exits of the pod, from KVM's statistics: from the start request until after the first byte, in a group until
+    /// all of its pods have started.
     pub kvm_exits: Option<u64>,
 }
 
 impl Sample {
-    /// Returns the measured time of counted pods.
+    /// Returns a start of this runtime for which only the measured time is known.
+    pub fn of(runtime: &str, mode: Mode, first_byte_ms: f64) -> Self {
+        Self {
+            runtime: runtime.to_owned(),
+            mode,
+            round: 0,
+            index: 0,
+            warm_up: false,
+            released_ms: 0.0,
+            pod_ms: None,
+            created_ms: None,
+            started_ms: None,
+            first_byte_ms: Some(first_byte_ms),
+            first_ping_ms: None,
+            outcome: Outcome::Ok,
+            failed_at: String::new(),
+            error: String::new(),
+            stages: BTreeMap::new(),
+            kvm_exits: None,
+        }
+    }
+
+    /// Returns the measured time, if the pod counts.
     pub fn time(&self) -> Option<f64> {
         self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }
 
-    /// Returns whether it is a counted failure.
+    /// Returns whether the start is a counted failure.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }
@@ -94,22 +124,22 @@ impl Sample {
 /// Why a file of samples cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SamplesError {
-    /// The file is not readable as samples.
+    /// The file cannot be read as samples.
     #[error("cannot read samples from {path}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Line and reason.
+        /// The parser's error, with the line.
         source: csv::Error,
     },
-    /// An invalid value.
+    /// A value in a row is invalid.
     #[error("{path}: row {row}: {reason}")]
     Value {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// From 1, without the header.
+        /// Number of the row, from 1, without the header.
         row: usize,
-        /// What is wrong.
+        /// What is wrong with the row.
         reason: String,
     },
 }
@@ -130,14 +160,14 @@ const COLUMNS: [&str; 13] = [
     "error",
 ];
 
-/// Columns after the stages.
+/// Columns after the stages' columns.
 const LAST_COLUMNS: [&str; 3] = ["kvm_exits", "clock", "first_ping_ms"];
 
-/// Writes samples as CSV, each whole row at once: a run that dies, or fills the disk, keeps earlier rows.
+/// Writes samples as CSV, each whole row at once, so that a run that dies or fills the disk keeps earlier rows.
 pub struct SampleWriter {
     file: File,
     clock: Clock,
-    /// Size of the whole rows, bytes.
+    /// Size of the complete rows, bytes.
     kept: u64,
 }
 
@@ -189,28 +219,28 @@ impl SampleWriter {
         let written = self.file.write_all(&row);
         match written {
             Ok(()) => self.kept += row.len() as u64,
-            // A full disk leaves a partial row, which would not be readable.
+            // A full disk leaves a partial row, which would be unreadable.
             Err(_) => drop(self.file.set_len(self.kept)),
         }
         written
     }
 }
 
-/// Formats a time with microseconds.
+/// Formats a time with microsecond resolution.
 fn ms(time: Option<f64>) -> String {
     time.map(|time| format!("{time:.3}")).unwrap_or_default()
 }
 
-/// Content of a file of samples.
+/// Contents of a file of samples.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rows {
-    /// Clock of all its times; files of older probes without it used the wall clock.
+    /// Clock of all times; files of older probes name none and used the wall clock.
     pub clock: Clock,
     /// The samples, in file order.
     pub samples: Vec<Sample>,
 }
 
-/// Reads what [`SampleWriter`] wrote. Columns are found by name; missing stages are unknown.
+/// Reads what [`SampleWriter`] wrote. Finds columns by name; missing stages are unknown.
 pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> {
     let name = path.display().to_string();
     let read = |source| SamplesError::Read { path: name.clone(), source };
@@ -230,14 +260,14 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> 
     Ok(Rows { clock: clock.unwrap_or_default(), samples })
 }
 
-/// A row of samples.csv. Errors say what is wrong with it.
+/// A row of samples.csv. Errors state what is wrong with it.
 struct Row<'a> {
     heading: &'a csv::StringRecord,
     row: &'a csv::StringRecord,
 }
 
 impl Row<'_> {
-    /// Returns the text of a column; none if there is no such column.
+    /// Returns the text of a column; `None` if there is no such column.
     fn optional(&self, field: &str) -> Option<&str> {
         self.row.get(self.heading.iter().position(|heading| heading == field)?)
     }
@@ -246,7 +276,7 @@ impl Row<'_> {
         self.optional(field).ok_or_else(|| format!("column '{field}' is missing"))
     }
 
-    /// Returns a time, ms; none if the column is empty.
+    /// Returns a time, ms; `None` if the column is empty.
     fn number(&self, field: &str) -> Result<Option<f64>, String> {
         match self.text(field)? {
             "" => Ok(None),
@@ -280,7 +310,7 @@ impl Row<'_> {
         Ok(stages)
     }
 
-    /// Earlier results have no such column.
+    /// Returns the time of the first answered ping, ms; `None` in earlier results, which lack the column.
     fn first_ping(&self) -> Result<Option<f64>, String> {
         self.optional("first_ping_ms").map_or(Ok(None), |_| self.number("first_ping_ms"))
     }
@@ -299,6 +329,7 @@ impl Row<'_> {
             mode: match self.text("mode")? {
                 "serial" => Mode::Serial,
                 "parallel" => Mode::Parallel,
+                "sustained" => Mode::Sustained,
                 other => return Err(format!("no such mode '{other}'")),
             },
             round: self.whole("round")?,

@@ -1,5 +1,5 @@
-//! Many starts in a fair order: runtimes alternate, one barrier starts groups, failures and interruptions stay
-//! in the data, and every pod is removed afterwards.
+//! Many starts in a fair order: runtimes alternate, a barrier releases all pods of a group at once, failures and
+//! interruptions stay in the data, and every pod is removed afterwards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,21 +9,25 @@ use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::attribution::PodIds;
 use crate::bare_boot::BareBoot;
 use crate::exits::{Counts, Exits};
 use crate::first_byte::LogWatch;
 use crate::manifest::Facts;
 use crate::native::{NATIVE, Process};
+use crate::process;
+use crate::rate::{Rate, SETTLE, processor_time};
 use crate::runtime::{Runtime, RuntimeError, Version};
 use crate::sample::{Mode, Outcome, Sample};
+use crate::sides;
 use crate::timeline::{self, Recipe, Stamps, Start, StartError};
 use crate::trace::{self, Trace};
 use crate::vm::process::Task;
 use crate::vm::{self, VM, Vm, VmError};
 
-/// Minimum starts per runtime of a full serial series.
+/// Minimum number of starts per runtime in a full serial series.
 pub const FULL_SERIAL: u32 = 500;
-/// How long a VM may take from its command's first byte to its first answered ping.
+/// Timeout of a VM's first answered ping, from its command's first byte.
 const PING_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Plan of a measurement.
@@ -31,22 +35,26 @@ const PING_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Plan {
     /// Handlers, in the order in which they alternate.
     pub runtimes: Vec<String>,
-    /// Serial starts per handler.
+    /// Number of serial starts per handler.
     pub serial: u32,
-    /// Pods in a parallel group.
+    /// Number of pods in a parallel group.
     pub group: u32,
-    /// Parallel groups per handler.
+    /// Number of parallel groups per handler.
     pub rounds: u32,
-    /// Warm-up starts per handler.
+    /// Number of starts per handler without a pause, to measure the sustained rate; 0: not measured.
+    pub sustained: u32,
+    /// Number of warm-up starts per handler.
     pub warm_up: u32,
-    /// Pause before each start or group, for background work of the last one, such as filling a pool.
+    /// Pause before each start or group, for background work of the previous one, such as filling a pool.
     pub pause: Duration,
     /// Recipe of the pods.
     pub recipe: Recipe,
-    /// A VM to boot alone after each serial round, for comparison.
+    /// VM to boot alone after each serial round, for comparison.
     pub bare_boot: Option<BareBoot>,
-    /// How VMs of the series `vm` are run.
+    /// Configuration of the VMs of the series `vm`.
     pub vm: Option<Vm>,
+    /// Handler with which the others are compared, besides runc.
+    pub baseline: Option<String>,
 }
 
 impl Plan {
@@ -54,7 +62,8 @@ impl Plan {
     pub fn pods(&self) -> u64 {
         let serial = u64::from(self.warm_up) + u64::from(self.serial);
         let of_groups = u64::from(self.rounds) * u64::from(self.group);
-        serial * self.runtimes.len() as u64 + of_groups * self.handlers().len() as u64
+        let of_handlers = of_groups + u64::from(self.sustained);
+        serial * self.runtimes.len() as u64 + of_handlers * self.handlers().len() as u64
     }
 
     /// Returns the runtimes that are CRI handlers.
@@ -62,7 +71,7 @@ impl Plan {
         self.runtimes.iter().filter(|name| ![VM, NATIVE].contains(&name.as_str())).cloned().collect()
     }
 
-    /// Returns how VMs are run, if the series `vm` is part of it.
+    /// Returns the configuration of VMs, if the plan has the series `vm`.
     pub fn vms(&self) -> Result<Option<&Vm>, VmError> {
         if !self.runtimes.iter().any(|name| name == VM) {
             return Ok(None);
@@ -75,71 +84,85 @@ impl Plan {
 /// Why a plan cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
-    /// The runtime does not answer.
+    /// The runtime does not respond.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// No such handler.
+    /// The runtime has no such handler.
     #[error("the runtime at {endpoint} has no handler '{handler}'; it has {known}")]
     NoHandler {
-        /// The socket.
+        /// Path of the runtime's socket.
         endpoint: String,
-        /// The requested one.
+        /// The requested handler.
         handler: String,
-        /// The existing ones.
+        /// The existing handlers.
         known: String,
     },
-    /// No such image.
+    /// The image is not on the node.
     #[error("image {0} is not on the node: pull or import it first; a start must not include a pull")]
     NoImage(String),
     /// The series `vm` cannot be measured.
     #[error(transparent)]
     Vm(#[from] VmError),
-    /// Nothing to do.
+    /// The plan has nothing to measure.
     #[error("nothing to measure: {0}")]
     Empty(&'static str),
+    /// The plan does not measure the baseline.
+    #[error("the baseline '{baseline}' is not measured: add --runtime {baseline}, or choose from {runtimes}")]
+    NoBaseline {
+        /// Name of the baseline.
+        baseline: String,
+        /// The handlers that are measured.
+        runtimes: String,
+    },
 }
 
 /// A group of pods that started at once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// From 0.
+    /// Number of the group, from 0.
     pub round: u32,
-    /// From the first start request to the last first byte, ms; `None` if a pod failed.
+    /// Time from the first start request to the last first byte, ms; `None` if a pod failed.
     pub wall_ms: Option<f64>,
-    /// Between the first and the last start request, ms.
+    /// Time between the first and the last start request, ms.
     pub release_spread_ms: f64,
 }
 
 /// Result of a measurement.
 #[derive(Debug, Default)]
 pub struct Run {
-    /// One per pod, in order of completion within a group.
+    /// One sample per pod, in order of completion within a group.
     pub samples: Vec<Sample>,
-    /// One per complete group.
+    /// One entry per complete group.
     pub batches: Vec<Batch>,
+    /// Sustained rate of each handler.
+    pub rates: BTreeMap<String, Rate>,
     /// Times of bare boots, ms.
     pub bare_boots: Vec<f64>,
-    /// Bare boots that failed, and why.
+    /// Reasons for failed bare boots.
     pub bare_failures: Vec<String>,
-    /// By handler: the VM of its first pod, if a daemon reports it.
+    /// The VM of each handler's first pod, if a daemon reports it.
     pub vms: BTreeMap<String, Facts>,
-    /// By handler: why the exits of its guests are unknown.
+    /// Reasons for which the exits of a handler's guests are unknown.
     pub no_exits: BTreeMap<String, String>,
-    /// Why it ended early, if it did.
+    /// The reason for an early end; `None` if the measurement is complete.
     pub partial: Option<String>,
     /// Notes, for example on pods that could not be removed.
     pub notes: Vec<String>,
 }
 
-/// Checks that handlers and image exist. Starts nothing.
+/// Checks that the handlers and the image exist. Starts nothing.
 pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError> {
     if plan.runtimes.is_empty() {
         return Err(PlanError::Empty("name at least one runtime handler"));
     }
-    if plan.serial == 0 && (plan.rounds == 0 || plan.group == 0) {
-        return Err(PlanError::Empty("request serial or parallel starts"));
+    if plan.serial == 0 && plan.sustained == 0 && (plan.rounds == 0 || plan.group == 0) {
+        return Err(PlanError::Empty("request serial, parallel or sustained starts"));
+    }
+    if let Some(baseline) = plan.baseline.as_ref().filter(|baseline| !plan.runtimes.contains(baseline)) {
+        let (baseline, runtimes) = (baseline.clone(), plan.runtimes.join(", "));
+        return Err(PlanError::NoBaseline { baseline, runtimes });
     }
     plan.vms()?;
     let version = runtime.version().await?;
@@ -150,7 +173,7 @@ pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError>
     Ok(version)
 }
 
-/// Checks that handlers exist, if the runtime reports its handlers.
+/// Checks that the handlers exist, if the runtime reports its handlers.
 pub async fn check_handlers(runtime: &Runtime, handlers: &[String]) -> Result<(), PlanError> {
     let (known, _) = runtime.describe().await?;
     for handler in handlers {
@@ -170,7 +193,7 @@ pub async fn check_handlers(runtime: &Runtime, handlers: &[String]) -> Result<()
 /// Receives each sample; an error (such as a full disk) ends the run.
 pub type Sink<'a> = &'a mut (dyn FnMut(&Sample) -> Result<(), String> + Send);
 
-/// Measures. Ends early, with the reason, when `cancel` is cancelled, the runtime is gone or `sink` fails.
+/// Measures. Ends early, with the reason, if `cancel` is cancelled, the runtime is gone or `sink` fails.
 pub async fn run(
     runtime: &Runtime,
     watch: Arc<LogWatch>,
@@ -219,6 +242,9 @@ struct Runner {
     serial: u64,
 }
 
+/// The exits of all VMs before a start, and the VMMs of the started pods.
+type Guests<'a> = (&'a Result<Counts, String>, &'a BTreeMap<String, i32>);
+
 /// Place of a pod in the plan.
 #[derive(Clone)]
 struct Place {
@@ -230,7 +256,7 @@ struct Place {
 }
 
 impl Runner {
-    /// Returns as an error why it ended early.
+    /// Runs the whole plan. Returns as an error the reason for an early end.
     async fn all(&mut self, plan: &Plan, sink: Sink<'_>) -> Result<(), String> {
         for (rounds, warm_up) in [(plan.warm_up, true), (plan.serial, false)] {
             for round in 0..rounds {
@@ -255,6 +281,28 @@ impl Runner {
                 self.group(handler, round, plan.group, sink).await?;
             }
         }
+        for handler in plan.handlers().iter().filter(|_| plan.sustained > 0) {
+            self.rest(plan.pause.max(SETTLE)).await;
+            self.sustained(handler, plan.sustained, sink).await?;
+        }
+        Ok(())
+    }
+
+    /// Starts and removes pods of one handler without a pause. Their CPU time includes the work that they leave behind.
+    async fn sustained(&mut self, handler: &str, starts: u32, sink: Sink<'_>) -> Result<(), String> {
+        let (before, begun, first) = (processor_time(), Instant::now(), self.run.samples.len());
+        for round in 0..starts {
+            let place =
+                Place { handler: handler.to_owned(), mode: Mode::Sustained, round, index: 0, warm_up: false };
+            self.one(place, sink).await?;
+        }
+        let seconds = begun.elapsed().as_secs_f64();
+        self.rest(SETTLE).await;
+        let processor_s = processor_time().zip(before).map(|(now, before)| (now - before).as_secs_f64());
+        let pods = self.run.samples[first..].iter().filter(|sample| sample.time().is_some()).count();
+        if pods > 0 {
+            self.run.rates.insert(handler.to_owned(), Rate { pods, seconds, processor_s });
+        }
         Ok(())
     }
 
@@ -274,10 +322,60 @@ impl Runner {
                 timeline::start(&self.runtime, &self.watch, &self.recipe, handler, &name, &self.cancel).await
             }
         };
-        self.finish(place, &name, start, &before, sink).await
+        // Reading all processes of the host would add to the measured CPU time.
+        let vmms = if place.mode == Mode::Sustained { BTreeMap::new() } else { self.vmms([&start]).await };
+        self.look_at(&place.handler, &start, &vmms).await;
+        self.finish(place, &name, start, (&before, &vmms), sink).await
     }
 
-    /// Pauses; nothing is measured meanwhile.
+    /// Returns the VMMs of started pods, by pod: as the daemon reports them, or else by their processes.
+    async fn vmms<'a>(&self, starts: impl IntoIterator<Item = &'a Start>) -> BTreeMap<String, i32> {
+        let mut vmms = BTreeMap::new();
+        let mut untold = Vec::new();
+        for start in starts {
+            let (Ok(()), Some(id)) = (&start.end, &start.pod_id) else { continue };
+            let told = match &self.trace {
+                Some(trace) => trace.pod(id).await.ok(),
+                None => None,
+            };
+            match told {
+                Some(pod) => drop(vmms.insert(id.clone(), pod.vmm_pid as i32)),
+                None => untold.push(PodIds {
+                    pod: id.clone(),
+                    containers: start.container_id.iter().cloned().collect(),
+                    pid: None,
+                }),
+            }
+        }
+        if !untold.is_empty() {
+            let found = tokio::task::spawn_blocking(move || {
+                let table = process::table().unwrap_or_default();
+                let vmm = |pod: PodIds| sides::vmm(&table, &pod).map(|vmm| (pod.pod, vmm));
+                untold.into_iter().filter_map(vmm).collect::<Vec<_>>()
+            });
+            vmms.extend(found.await.unwrap_or_default());
+        }
+        vmms
+    }
+
+    /// Notes what the first container of a handler sees, and the program of its VMM.
+    async fn look_at(&mut self, handler: &str, start: &Start, vmms: &BTreeMap<String, i32>) {
+        const SEES: &str = "container_sees";
+        let noted = self.run.vms.get(handler).is_some_and(|facts| facts.contains_key(SEES));
+        let (Ok(()), Some(pod), Some(container), false) =
+            (&start.end, &start.pod_id, &start.container_id, noted)
+        else {
+            return;
+        };
+        let sees = sides::container_sees(&self.runtime, container).await;
+        let facts = self.run.vms.entry(handler.to_owned()).or_default();
+        facts.insert(SEES.into(), sees);
+        if let Some(vmm) = vmms.get(pod) {
+            facts.extend(sides::program(*vmm));
+        }
+    }
+
+    /// Pauses. Nothing is measured meanwhile.
     async fn rest(&self, pause: Duration) {
         tokio::select! {
             () = self.cancel.cancelled() => {}
@@ -294,7 +392,7 @@ impl Runner {
         }
     }
 
-    /// Starts a group. All pods wait at a barrier; removals are not part of any time.
+    /// Starts a group. All pods wait at a barrier; no time includes removals.
     async fn group(&mut self, handler: &str, round: u32, size: u32, sink: Sink<'_>) -> Result<(), String> {
         let barrier = Arc::new(Barrier::new(size as usize));
         let before = self.exits.look();
@@ -315,12 +413,16 @@ impl Runner {
         if let Some(batch) = batch(handler, round, &starts) {
             self.run.batches.push(batch);
         }
+        let vmms = self.vmms(starts.iter().map(|(.., start)| start)).await;
+        if let Some((.., first)) = starts.first() {
+            self.look_at(handler, first, &vmms).await;
+        }
         let mut ended = Ok(());
         for (index, name, start) in starts {
             let place =
                 Place { handler: handler.to_owned(), mode: Mode::Parallel, round, index, warm_up: false };
             // The first reason to end is reported; the other pods are still recorded and removed.
-            let finished = self.finish(place, &name, start, &before, sink).await;
+            let finished = self.finish(place, &name, start, (&before, &vmms), sink).await;
             ended = ended.and(finished);
         }
         ended
@@ -332,13 +434,13 @@ impl Runner {
         place: Place,
         name: &str,
         start: Start,
-        before: &Result<Counts, String>,
+        guests: Guests<'_>,
         sink: Sink<'_>,
     ) -> Result<(), String> {
-        let sample = self.sample(&place, &start, before).await;
+        let sample = self.sample(&place, &start, guests).await;
         let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
         let removed = match &*place.handler {
-            // They ended with their start.
+            // The VM or process ended with its start.
             VM | NATIVE => Ok(()),
             _ => {
                 let id = start.pod_id.as_deref();
@@ -361,18 +463,21 @@ impl Runner {
         Ok(())
     }
 
-    async fn sample(&mut self, place: &Place, start: &Start, before: &Result<Counts, String>) -> Sample {
+    async fn sample(&mut self, place: &Place, start: &Start, (before, vmms): Guests<'_>) -> Sample {
         // The daemon does not know pods of other runtimes.
         let told = match (&self.trace, &start.pod_id) {
             (Some(trace), Some(id)) => trace.pod(id).await.ok(),
             _ => None,
         };
         if let Some(pod) = &told {
-            self.run.vms.entry(place.handler.clone()).or_insert_with(|| trace::vm(pod));
+            let facts = self.run.vms.entry(place.handler.clone()).or_default();
+            for (name, fact) in trace::vm(pod) {
+                facts.entry(name).or_insert(fact);
+            }
         }
-        let exits = match &told {
-            Some(pod) => before.clone().and_then(|before| self.exits.since(&before, pod.vmm_pid as i32)),
-            None => Err("no daemon reports a VM of its pods".into()),
+        let exits = match start.pod_id.as_ref().and_then(|id| vmms.get(id)) {
+            Some(vmm) => before.clone().and_then(|before| self.exits.since(&before, *vmm)),
+            None => Err("its pods have no VMM".into()),
         };
         let kvm_exits = exits.map_err(|why| self.run.no_exits.insert(place.handler.clone(), why)).ok();
         let stages = told.as_ref().map(trace::stages).unwrap_or_default();
@@ -403,7 +508,7 @@ impl Runner {
     }
 }
 
-/// Executes the command here, waits for its first byte, and kills it.
+/// Executes the command on this host, waits for its first byte, and kills it.
 async fn start_native(recipe: &Recipe, cancel: &CancellationToken) -> Start {
     let mut start = begun();
     let end = tokio::select! {
@@ -429,7 +534,7 @@ fn begun() -> Start {
     }
 }
 
-/// Returns the VM that a pod of a recipe is compared with.
+/// Returns the VM with which a recipe's pods are compared.
 pub fn vm_of(recipe: &Recipe, name: &str) -> Task {
     Task {
         name: name.to_owned(),
@@ -451,7 +556,7 @@ async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationTok
         let running = vm.start(&task)?;
         let since = |took: Duration| (running.spawned + took).saturating_duration_since(start.released);
         let first_byte = since(running.first_byte(recipe.timeout).await?);
-        // The network may be up later. Without an answer the start has no such mark, and is none the worse.
+        // The network may be up later. A start without an answer is still valid and only lacks this time.
         Ok((first_byte, running.first_ping(PING_TIMEOUT.min(recipe.timeout)).await.map(since)))
     };
     let end = tokio::select! {
@@ -467,6 +572,31 @@ async fn start_vm(vm: &Vm, recipe: &Recipe, name: &str, cancel: &CancellationTok
         Err(error) => start.end = Err(error),
     }
     start
+}
+
+/// Returns the groups of samples, equal to the groups recorded at run time to within a µs.
+pub fn batches_of(samples: &[Sample]) -> Vec<Batch> {
+    let mut groups: Vec<((&str, u32), Vec<&Sample>)> = Vec::new();
+    for sample in samples.iter().filter(|sample| sample.mode == Mode::Parallel && !sample.warm_up) {
+        let key = (&*sample.runtime, sample.round);
+        match groups.iter_mut().find(|(of, _)| *of == key) {
+            Some((_, group)) => group.push(sample),
+            None => groups.push((key, vec![sample])),
+        }
+    }
+    let of_group = |((runtime, round), group): ((&str, u32), Vec<&Sample>)| {
+        let released = group.iter().map(|sample| sample.released_ms);
+        let (first, last) = (released.clone().fold(f64::INFINITY, f64::min), released.fold(0.0, f64::max));
+        let ends: Option<Vec<f64>> =
+            group.iter().map(|sample| Some(sample.released_ms + sample.time()?)).collect();
+        Batch {
+            runtime: runtime.to_owned(),
+            round,
+            wall_ms: ends.map(|ends| ends.into_iter().fold(first, f64::max) - first),
+            release_spread_ms: last - first,
+        }
+    };
+    groups.into_iter().map(of_group).collect()
 }
 
 fn batch(handler: &str, round: u32, starts: &[(u32, String, Start)]) -> Option<Batch> {

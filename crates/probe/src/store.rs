@@ -4,13 +4,16 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use crate::attribution::Role;
 use crate::clock::Clock;
 use crate::figures::{Palette, figures};
+use crate::ledger::Ledger;
 use crate::manifest::Manifest;
 use crate::memory::Point;
 use crate::plot::{png, standalone};
 use crate::report::{self, Report, ReportError};
-use crate::sample::{Rows, Sample, SampleWriter, SamplesError, read_samples};
+use crate::sample::{Mode, Rows, Sample, SampleWriter, SamplesError, read_samples};
+use crate::startup::batches_of;
 use crate::summarise::{self, TextError};
 use crate::summary::cdf;
 use crate::workload::figures::figures as workload_figures;
@@ -22,14 +25,14 @@ pub enum StoreError {
     /// The directory already contains a result.
     #[error("{0} already contains a result: use another directory")]
     Taken(PathBuf),
-    /// An I/O error.
+    /// A file cannot be read or written.
     #[error("cannot {action} {path}")]
     Io {
-        /// What was attempted.
+        /// The attempted step.
         action: &'static str,
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The raw rows are invalid.
@@ -38,22 +41,30 @@ pub enum StoreError {
     /// The report is invalid.
     #[error("cannot use {path}")]
     Report {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong with it.
         source: ReportError,
     },
-    /// A text file without times.
+    /// A text file has no usable times.
     #[error("cannot use {path}")]
     Text {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong with it.
         source: TextError,
     },
-    /// Not a directory with a result in it.
+    /// The path is not a directory with a result in it.
     #[error("{0} contains no result: it has neither report.json nor samples.csv")]
     None(PathBuf),
+    /// The lines of ledgers are invalid.
+    #[error("cannot use {path}: {reason}")]
+    Ledger {
+        /// Path of the file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
 }
 
 fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
@@ -64,12 +75,12 @@ fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -
 pub struct Store {
     dir: PathBuf,
     samples: Option<SampleWriter>,
-    /// Clock of its times; written in each row, so that a killed run has it, too.
+    /// Clock of the times. Each row has it, so that even a killed run has it.
     pub clock: Clock,
 }
 
 impl Store {
-    /// Creates the directory. Rejects one that contains a result, so that no samples are lost.
+    /// Creates the directory. Rejects one that already contains a result, so that no samples are lost.
     pub fn create(dir: &Path) -> Result<Self, StoreError> {
         fs::create_dir_all(dir).map_err(io("create", dir))?;
         for name in ["report.json", "samples.csv", "ledger.csv"] {
@@ -99,7 +110,7 @@ impl Store {
         samples.write(sample).map_err(io("write", &path))
     }
 
-    /// Writes the raw lines of all ledgers.
+    /// Writes the lines of all ledgers.
     pub fn ledgers(&self, points: &[Point]) -> Result<(), StoreError> {
         let mut rows = csv::Writer::from_writer(Vec::new());
         let path = self.dir.join("ledger.csv");
@@ -108,7 +119,7 @@ impl Store {
         if wrote { write_whole(&path, &bytes) } else { Ok(()) }
     }
 
-    /// Writes the report, and each series' distribution in the two columns that gnuplot reads.
+    /// Writes the report, and each series' distribution in two columns for gnuplot.
     pub fn report(&self, report: &Report, samples: &[Sample]) -> Result<(), StoreError> {
         for series in &report.series {
             let times = report::times(samples, &series.runtime, series.mode);
@@ -148,7 +159,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
     })
 }
 
-/// Returns a handler's name as part of a file's.
+/// Returns a handler's name, escaped for use in a file name.
 pub fn file_name(name: &str) -> String {
     name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect()
 }
@@ -178,9 +189,9 @@ fn ledger_rows(rows: &mut csv::Writer<Vec<u8>>, points: &[Point]) -> Result<bool
 /// A result read from disk.
 #[derive(Debug, Clone)]
 pub struct Loaded {
-    /// Its directory's name.
+    /// Name of the result's directory.
     pub name: String,
-    /// The report.
+    /// The result's report.
     pub report: Report,
     /// The raw rows; empty if there are none.
     pub samples: Vec<Sample>,
@@ -191,14 +202,14 @@ pub fn write_plots(
     dir: &Path,
     results: &[Loaded],
     workloads: &[Workload],
+    palette: &Palette,
 ) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
     fs::create_dir_all(&plots).map_err(io("create", &plots))?;
-    let palette = Palette::of(results, workloads);
     let of_workload = |of: &Workload| {
-        of.report.probes.iter().flat_map(|probe| workload_figures(of, probe, &palette)).collect::<Vec<_>>()
+        of.report.probes.iter().flat_map(|probe| workload_figures(of, probe, palette)).collect::<Vec<_>>()
     };
-    let starts = results.iter().map(|result| (&result.name, figures(result, &palette)));
+    let starts = results.iter().map(|result| (&result.name, figures(result, palette)));
     let all = starts
         .chain(workloads.iter().map(|result| (&result.name, of_workload(result))))
         .flat_map(|(name, figures)| figures.into_iter().map(move |figure| (name, figure)));
@@ -215,8 +226,8 @@ pub fn write_plots(
     Ok(paths)
 }
 
-/// Reads a result: a directory that a [`Store`] wrote, or a text file of times, which becomes a serial series
-/// of a runtime that is named like the file.
+/// Loads a result: a directory that a [`Store`] wrote, or a text file of times, which becomes a serial series of a
+/// runtime named after the file.
 pub fn load(path: &Path) -> Result<Loaded, StoreError> {
     if path.is_file() { load_text(path) } else { load_dir(path) }
 }
@@ -237,26 +248,108 @@ fn load_text(path: &Path) -> Result<Loaded, StoreError> {
 
 fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
     let path = dir.join("samples.csv");
-    let Rows { clock, samples } = match File::open(&path) {
-        Ok(file) => read_samples(file, &path)?,
-        Err(error) if error.kind() == ErrorKind::NotFound => Rows::default(),
-        Err(error) => return Err(io("read", &path)(error)),
-    };
+    let (Rows { clock, samples }, torn) = whole_rows(&path)?;
     let path = dir.join("report.json");
-    let report = match fs::read_to_string(&path) {
+    let mut report = match fs::read_to_string(&path) {
         Ok(text) => report::parse(&text).map_err(|source| StoreError::Report { path, source })?,
-        Err(error) if error.kind() == ErrorKind::NotFound && samples.is_empty() => {
-            return Err(StoreError::None(dir.to_owned()));
-        }
+        Err(error) if error.kind() == ErrorKind::NotFound && samples.is_empty() => of_ledgers_alone(dir)?,
         Err(error) if error.kind() == ErrorKind::NotFound => of_rows_alone(clock, &samples),
         Err(error) => return Err(io("read", &path)(error)),
     };
+    pair_groups(&mut report, &samples);
+    if torn {
+        report.notes.push("the last row of samples.csv was not complete, and is left out".into());
+    }
     let name =
         dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
     Ok(Loaded { name, report, samples })
 }
 
-/// Returns the rows of a run that was killed, or that filled the disk.
+/// Reads `samples.csv`, and whether its last row is incomplete because the program or the host ended during the write.
+fn whole_rows(path: &Path) -> Result<(Rows, bool), StoreError> {
+    let mut bytes = match fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok((Rows::default(), false)),
+        Err(error) => return Err(io("read", path)(error)),
+    };
+    let whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+    let torn = whole < bytes.len();
+    bytes.truncate(whole);
+    Ok((read_samples(&bytes[..], path)?, torn))
+}
+
+/// Pairs the times of groups with their spreads: earlier versions omitted the times of groups in which a pod failed.
+fn pair_groups(report: &mut Report, samples: &[Sample]) {
+    let batches = batches_of(samples);
+    let unpaired = |series: &&mut report::Series| {
+        series.mode == Mode::Parallel && series.batch_ms.len() != series.release_spread_ms.len()
+    };
+    for series in report.series.iter_mut().filter(unpaired) {
+        let mine = batches.iter().filter(|batch| batch.runtime == series.runtime);
+        (series.batch_ms, series.release_spread_ms) =
+            mine.map(|batch| (batch.wall_ms, batch.release_spread_ms)).unzip();
+    }
+}
+
+/// Returns a report from the ledgers of a sweep that was killed or filled the disk. All other facts are unknown.
+fn of_ledgers_alone(dir: &Path) -> Result<Report, StoreError> {
+    let path = dir.join("ledger.csv");
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(StoreError::None(dir.to_owned())),
+        Err(error) => return Err(io("read", &path)(error)),
+    };
+    let points = ledger_points(&text).map_err(|reason| StoreError::Ledger { path: path.clone(), reason })?;
+    let mut report = Report::new(Manifest::default());
+    report.add_memory(&points);
+    report.marginal_kib_per_pod.clear();
+    let unknown = "report.json, which has it, does not exist";
+    for what in ["manifest", "marginal_kib_per_pod", "memory.goes_away_kib", "memory.available_fall_kib"] {
+        report.not_measured.insert(what.into(), unknown.into());
+    }
+    report.partial = true;
+    report.partial_reason =
+        Some("it has ledgers but no report.json: it was killed, or the disk was full".into());
+    Ok(report)
+}
+
+/// Reads the lines of ledgers, as [`ledger_rows`] writes them.
+fn ledger_points(text: &str) -> Result<Vec<Point>, String> {
+    let mut rows = csv::Reader::from_reader(text.as_bytes());
+    let mut points: Vec<Point> = Vec::new();
+    for (index, row) in rows.records().enumerate() {
+        let row = row.map_err(|error| error.to_string())?;
+        let bad = |what: &str| format!("row {}: no {what}", index + 1);
+        let number = |at: usize, what: &str| -> Result<u64, String> {
+            row.get(at).and_then(|text| text.parse().ok()).ok_or_else(|| bad(what))
+        };
+        let runtime = row.get(0).ok_or_else(|| bad("runtime"))?;
+        let (repetition, pods) = (number(1, "repetition")? as u32, number(2, "number of pods")? as usize);
+        let role: Role = row
+            .get(6)
+            .and_then(|name| Role::ALL.into_iter().find(|role| role.as_str() == name))
+            .ok_or_else(|| bad("known role"))?;
+        let kib = number(7, "size in KiB")?;
+        let same = |point: &Point| {
+            (&*point.runtime, point.repetition, point.ledger.pods) == (runtime, repetition, pods)
+        };
+        let at = points.iter().position(same).unwrap_or_else(|| {
+            points.push(Point {
+                runtime: runtime.to_owned(),
+                repetition,
+                ledger: Ledger { pods, ..Ledger::default() },
+                idle_daemon_kib: None,
+                available_fall_kib: None,
+                idle_cpu_millicores: Vec::new(),
+            });
+            points.len() - 1
+        });
+        *points[at].ledger.by_role.entry(role).or_default() += kib;
+    }
+    Ok(points)
+}
+
+/// Returns a report from the rows of a run that was killed or filled the disk.
 fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
     let mut runtimes: Vec<String> = Vec::new();
     for sample in samples {
@@ -265,7 +358,7 @@ fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
         }
     }
     let mut report = Report { clock, ..Report::new(Manifest::default()) };
-    report.add_startup(&runtimes, samples, &[]);
+    report.add_startup(&runtimes, samples, &batches_of(samples));
     report.partial = true;
     report.partial_reason =
         Some("it has rows but no report.json: it was killed, or the disk was full".into());
@@ -278,6 +371,7 @@ fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sample::Outcome;
 
     #[test]
     fn a_result_comes_back_and_is_never_overwritten() {
@@ -287,6 +381,94 @@ mod tests {
         store.report(&report, &[]).unwrap();
         assert_eq!(load(dir.path()).unwrap().report, report);
         assert!(matches!(Store::create(dir.path()), Err(StoreError::Taken(_))));
+    }
+
+    fn group(round: u32, failed: bool) -> [Sample; 2] {
+        [0, 1].map(|index| Sample {
+            round,
+            index,
+            released_ms: 100.0 + f64::from(index * round),
+            outcome: if failed && index == 1 { Outcome::Failed } else { Outcome::Ok },
+            ..Sample::of("own", Mode::Parallel, 50.0 * f64::from(round + 1))
+        })
+    }
+
+    #[test]
+    fn a_run_that_was_killed_while_it_wrote_a_row_keeps_the_rows_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut store = Store::create(dir.path()).unwrap();
+        group(0, false).iter().chain(&group(1, true)).for_each(|sample| store.sample(sample).unwrap());
+        let path = dir.path().join("samples.csv");
+        let text = fs::read_to_string(&path).unwrap();
+        fs::write(&path, &text[..text.len() - 20]).unwrap();
+        let loaded = load(dir.path()).unwrap();
+        assert_eq!(loaded.samples.len(), 3);
+        assert!(loaded.report.partial && loaded.report.notes.iter().any(|note| note.contains("last row")));
+        assert_eq!(loaded.report.series[0].batch_ms, [Some(50.0), Some(100.0)]);
+    }
+
+    #[test]
+    fn a_sweep_that_was_killed_keeps_the_points_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let recorded = include_str!("../../../docs/results/kata/memory-image/ledger.csv");
+        fs::write(dir.path().join("ledger.csv"), recorded).unwrap();
+        let report = load(dir.path()).unwrap().report;
+        let whole: Report =
+            report::parse(include_str!("../../../docs/results/kata/memory-image/report.json")).unwrap();
+        let sums = |report: &Report| -> Vec<(String, u32, u64)> {
+            report
+                .memory
+                .iter()
+                .map(|row| (row.runtime.clone(), row.pods, row.total_pss_kib as u64))
+                .collect()
+        };
+        assert_eq!(sums(&report), sums(&whole));
+        assert!(report.partial && report.marginal_kib_per_pod.is_empty());
+        fs::write(dir.path().join("ledger.csv"), recorded.replace(",vmm,", ",vvm,")).unwrap();
+        let why = load(dir.path()).unwrap_err().to_string();
+        assert!(why.contains("ledger.csv: row 2: no known role"), "{why}");
+    }
+
+    #[test]
+    fn every_recorded_result_of_kata_loads() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results/kata");
+        let results = fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().is_dir());
+        let loaded: Vec<Loaded> = results.map(|entry| load(&entry.path()).unwrap()).collect();
+        assert_eq!(loaded.len(), 6);
+        for mut of in loaded.into_iter().filter(|of| !of.report.series.is_empty()) {
+            let kata = of.report.series.iter().find(|series| series.runtime.starts_with("kata")).unwrap();
+            let (base, mode) = (kata.runtime.clone(), kata.mode);
+            of.report.set_baseline(&of.name, &base, &of.samples).unwrap();
+            let boot = of.report.over("sandboxer-boot", &base, mode, false).unwrap();
+            assert!(boot.p50 < 0.25, "{}: {boot}", of.name);
+            // Two groups show no difference.
+            assert_eq!(boot.times_faster().is_some(), mode == Mode::Serial, "{}", of.name);
+        }
+    }
+
+    #[test]
+    fn results_of_earlier_versions_load_and_their_intervals_over_pods_of_groups_are_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut store = Store::create(dir.path()).unwrap();
+        let samples: Vec<Sample> = group(0, true).into_iter().chain(group(1, false)).collect();
+        samples.iter().for_each(|sample| store.sample(sample).unwrap());
+        let mut report = Report::new(Manifest::default());
+        report.add_startup(&["own".to_owned()], &samples, &batches_of(&samples));
+        let mut old = serde_json::to_value(&report).unwrap();
+        // The second group's time was paired with the first group's spread.
+        old["series"][0]["batch_ms"] = serde_json::json!([100.0]);
+        let ratio = |mode: &str| {
+            serde_json::json!({
+                "mode": mode, "a": "own", "b": "runc", "p50": 0.9, "ci_low": 0.8, "ci_high": 0.95
+            })
+        };
+        old["ratios"] = serde_json::json!([ratio("parallel"), ratio("serial")]);
+        fs::write(dir.path().join("report.json"), old.to_string()).unwrap();
+        let loaded = load(dir.path()).unwrap().report;
+        assert_eq!(loaded.series[0].batch_ms, [None, Some(101.0)]);
+        assert_eq!(loaded.series[0].release_spread_ms, [0.0, 1.0]);
+        assert_eq!(loaded.ratios[0].ratio.interval, None);
+        assert!(loaded.ratios[1].ratio.times_faster().is_some());
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! What the streams of a container cost: a command that is run in it, and the text that it logs.
+//! Costs of a container's streams: of running a command in it, and of the text that it logs.
 //!
 //! ```text
 //!  exec   ExecSync of `true` in a running container, by the probe's clock
@@ -24,42 +24,43 @@ use crate::startup::{self, PlanError};
 use crate::summary::Summary;
 use crate::timeline::{self, Recipe, Start};
 
-/// Handler that the others are compared with.
+/// Handler with which the others are compared.
 const REFERENCE: &str = "runc";
-/// Interval between two looks at the end of a log. The times are the stamps in it: a look takes no part in them.
+/// Interval between two checks of a log's end. The times are the stamps in the log, so a check is not part of them.
 const LOOK: Duration = Duration::from_millis(100);
-/// Bytes at the end of a log that contain its last line, if that is the last one.
+/// Number of bytes at the end of a log that contain its last line.
 const TAIL: u64 = 128;
-/// Directory of the logs, in that of the pods. It is not watched: an event for each line would cost more than the line.
+/// Directory of the logs, within the pods' log directory. It is not watched: an event per line would cost more than the
+/// line.
 const LOGS: &str = "streams";
-/// First word of the first and of the last line. The second one is the container's clock, seconds.
+/// First word of the first and of the last line. The second word is the container's clock, in seconds.
 const BEGIN: &str = "begin";
 const END: &str = "end";
 
-/// What to measure.
+/// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Handlers, which alternate.
+    /// Handlers, in the order in which they alternate.
     pub runtimes: Vec<String>,
-    /// Execs for each handler.
+    /// Number of execs per handler.
     pub execs: u32,
-    /// Logs for each handler.
+    /// Number of logs per handler.
     pub logs: u32,
     /// Size of a log's text, bytes.
     pub bytes: u64,
-    /// Length of a line of it, with its newline, bytes; at least 2.
+    /// Length of a line of the text, including its newline, bytes; at least 2.
     pub line: u64,
-    /// Recipe of the pods: one for each handler.
+    /// Recipe of the pods, one per handler.
     pub recipe: Recipe,
 }
 
 impl Plan {
-    /// Returns how many lines a log's text has.
+    /// Returns the number of lines in a log's text.
     fn lines(&self) -> u64 {
         (self.bytes / self.line).max(1)
     }
 
-    /// Returns the command of a container that logs. The text is in memory before the first line.
+    /// Returns the command of a container that logs. It holds the text in memory before it prints the first line.
     fn command(&self) -> Vec<String> {
         let (lines, width) = (self.lines(), self.line - 1);
         let script = format!(
@@ -84,33 +85,33 @@ pub struct Series {
     pub log_ms: Vec<f64>,
     /// Times of the same logs, by the container's clock (hundredths of a second).
     pub write_ms: Vec<f64>,
-    /// Why the others failed.
+    /// Reasons for failed execs.
     pub exec_failures: Vec<String>,
-    /// As above.
+    /// Reasons for failed logs.
     pub log_failures: Vec<String>,
 }
 
 /// Result of a measurement.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// The clock of its times.
+    /// Clock of the times.
     pub clock: Clock,
     /// Size of a log's text, bytes.
     pub bytes: u64,
     /// Length of a line, bytes.
     pub line: u64,
-    /// One for each handler.
+    /// One series per handler.
     pub series: Vec<Series>,
-    /// Time of an exec divided by runc's.
+    /// Time of an exec divided by runc's, by handler.
     pub exec_over_runc: BTreeMap<String, Ratio>,
-    /// Rate of a log divided by runc's.
+    /// Rate of a log divided by runc's, by handler.
     pub rate_over_runc: BTreeMap<String, Ratio>,
-    /// Why it ended early, if it did.
+    /// The reason for an early end; `None` if the measurement is complete.
     pub partial: Option<String>,
 }
 
 impl Report {
-    /// Returns how many measurements failed.
+    /// Returns the number of failed measurements.
     pub fn failures(&self) -> usize {
         self.series.iter().map(|series| series.exec_failures.len() + series.log_failures.len()).sum()
     }
@@ -123,42 +124,42 @@ impl Report {
             let name = &series.runtime;
             self.exec_over_runc
                 .extend(Ratio::of(&series.exec_ms, &base.exec_ms).map(|of| (name.clone(), of)));
-            // Equal texts: the rates are as the times, the other way round.
+            // The texts are equal, so the ratio of the rates is the inverse ratio of the times.
             self.rate_over_runc.extend(Ratio::of(&base.log_ms, &series.log_ms).map(|of| (name.clone(), of)));
         }
     }
 }
 
 impl Series {
-    /// Returns the times of execs.
+    /// Returns the summary of the execs' times.
     pub fn exec(&self) -> Summary {
         Summary::of(&self.exec_ms, self.exec_failures.len())
     }
 
-    /// Returns the times of logs.
+    /// Returns the summary of the logs' times.
     pub fn log(&self) -> Summary {
         Summary::of(&self.log_ms, self.log_failures.len())
     }
 
-    /// Returns the times of logs by the container's clock.
+    /// Returns the summary of the logs' times by the container's clock.
     pub fn write(&self) -> Summary {
         Summary::of(&self.write_ms, self.log_failures.len())
     }
 }
 
-/// Where to measure, and whom to tell.
+/// Environment of a measurement.
 pub struct Context<'a> {
     /// The CRI runtime.
     pub runtime: &'a Runtime,
-    /// Watches the logs of the pods.
+    /// The watch on the pods' logs.
     pub watch: &'a LogWatch,
-    /// The clock of times.
+    /// Clock of the times.
     pub clock: Clock,
-    /// Ends the measurement early.
+    /// Token that ends the measurement early.
     pub cancel: &'a CancellationToken,
 }
 
-/// Measures, and removes its pods. A pod that cannot be started makes the result partial.
+/// Measures, and removes the measurement's pods. A pod that cannot be started makes the result partial.
 pub async fn run(of: &Context<'_>, plan: &Plan, progress: &mut dyn FnMut(&str)) -> Result<Report, PlanError> {
     check(of.runtime, plan).await?;
     let series = |runtime: &String| Series { runtime: runtime.clone(), ..Series::default() };
@@ -212,7 +213,7 @@ async fn measure(
         if let Err(error) = &pod.end {
             return Err(format!("cannot start a pod on {handler}: {error}"));
         }
-        // The first exec of a pod does things for the first time.
+        // The first exec of a pod includes one-time work.
         let _ = exec(of, plan, &pod).await;
         pods.push((name, pod));
     }
@@ -253,7 +254,7 @@ async fn exec(of: &Context<'_>, plan: &Plan, pod: &Start) -> Result<f64, String>
     }
 }
 
-/// Runs a container that logs, in the pod; removes it and its log.
+/// Runs a container in the pod that logs a text; removes the container and its log.
 async fn log(
     of: &Context<'_>,
     plan: &Plan,
@@ -314,8 +315,8 @@ struct Times {
     write_ms: f64,
 }
 
-/// Returns the times in a CRI log (`time stream tag text`) of a text with `lines` lines of `width` bytes; an error if a
-/// line is missing, doubled or changed.
+/// Returns the times in a CRI log (`time stream tag text`) of a text with `lines` lines of `width` bytes. Returns an
+/// error if a line is missing, repeated or changed.
 fn times(log: &str, lines: u64, width: u64) -> Result<Times, String> {
     let (mut begin, mut end, mut seen) = (None, None, 0u64);
     for line in log.lines() {
@@ -337,7 +338,7 @@ fn times(log: &str, lines: u64, width: u64) -> Result<Times, String> {
     Ok(Times { log_ms: log.as_secs_f64() * 1e3, write_ms: (clock(ended)? - clock(began)?) * 1e3 })
 }
 
-/// Returns the stamp and the text of a whole line on stdout.
+/// Returns the timestamp and the text of a whole line on stdout.
 fn parts(line: &str) -> Option<(&str, &str)> {
     let (stamp, rest) = line.split_once(' ')?;
     Some((stamp, rest.strip_prefix("stdout F ")?))

@@ -1,4 +1,4 @@
-//! Times in a text file, one sample a line, as other tools write them.
+//! Times in a text file, one sample per line, as other tools write them.
 //!
 //! `#` begins a comment. A line has one or two columns:
 //!
@@ -7,10 +7,10 @@
 //! | `ms` | a sample |
 //! | `ms part` | a distribution: the parts rise to 1; the samples behind it are reconstructed |
 //! | `index ms` | the first column counts up by one from 0 or 1 |
-//! | `name ms` | the first column of some line is no number |
+//! | `name ms` | the first column of at least one line is not a number |
 //! | `ms anything` | otherwise |
 //!
-//! A word such as `failed` or `-` in place of a time is a failure: counted, never turned into a time.
+//! A word such as `failed` or `-` in place of a time is a failure: it is counted, never turned into a time.
 
 use crate::sample::{Mode, Outcome, Sample};
 use crate::summary::Summary;
@@ -20,24 +20,24 @@ const FAILURES: [&str; 8] = ["fail", "failed", "failure", "timeout", "nan", "na"
 /// Maximum number of samples reconstructed from a distribution.
 const MAX_SAMPLES: usize = 1_000_000;
 
-/// Content of a file.
+/// Contents of a file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Times {
-    /// ms, in the order of the file.
+    /// Times in the order of the file, ms.
     pub times: Vec<f64>,
-    /// Lines that stand for a failure.
+    /// Number of lines that stand for a failure.
     pub failures: usize,
     /// How the columns were read, as text.
     pub read_as: &'static str,
 }
 
 impl Times {
-    /// Returns the summary.
+    /// Returns the summary of the times.
     pub fn summary(&self) -> Summary {
         Summary::of(&self.times, self.failures)
     }
 
-    /// Returns samples of serial starts of this runtime.
+    /// Returns the times as samples of serial starts of `runtime`.
     pub fn samples(&self, runtime: &str) -> Vec<Sample> {
         let times = self.times.iter().map(|&time| Some(time)).chain((0..self.failures).map(|_| None));
         times
@@ -70,12 +70,12 @@ pub enum TextError {
     /// A line is not a sample.
     #[error("line {line}: {reason}")]
     Line {
-        /// From 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// What is wrong.
+        /// What is wrong with the line.
         reason: String,
     },
-    /// There are no samples.
+    /// The text has no samples.
     #[error("there are no samples in it")]
     Empty,
     /// The fractions of a distribution match no number of samples.
@@ -85,7 +85,7 @@ pub enum TextError {
     Distribution,
 }
 
-/// Reads a text.
+/// Parses a text.
 pub fn parse(text: &str) -> Result<Times, TextError> {
     let mut rows: Vec<(usize, Vec<&str>)> = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -169,7 +169,7 @@ fn is_distribution(values: &[f64], parts: &[f64]) -> bool {
 
 /// Returns the samples of a distribution: the smallest number for which every fraction is a whole count.
 fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
-    // Fractions have a few decimals: uses the most precise one.
+    // Fractions have a few decimals: uses the most precise fraction.
     let tolerance = 0.6e-6;
     let whole = |n: usize| {
         parts.iter().all(|part| {
@@ -177,7 +177,7 @@ fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
             (count - count.round()).abs() <= tolerance * n as f64 + 1e-9
         })
     };
-    // Beyond the precision of the decimals any number would match.
+    // Beyond the precision of the decimals, any number would match.
     let n = (1..=MAX_SAMPLES.min((0.25 / tolerance) as usize)).find(|&n| whole(n))?;
     let mut times = Vec::with_capacity(n);
     for (value, part) in values.iter().zip(parts) {

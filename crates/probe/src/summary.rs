@@ -1,33 +1,33 @@
-//! Percentiles and distribution of a set of times.
+//! Percentiles and the distribution of a set of times.
 
 use serde::{Deserialize, Serialize};
 
 /// Summary of a series. All times in ms.
 ///
-/// A percentile is the nearest rank: the smallest sample that at least that part of all samples does not
-/// exceed, so it is always a measured time. `sd_ms` divides by n - 1. Without a single time
-/// (or, for `sd_ms`, with only one) there is no figure: `None`, never zero.
+/// A percentile is the nearest rank: the smallest sample such that at least that part of all samples does not exceed
+/// it. So it is always a measured time. `sd_ms` divides by n - 1. Without a single time (or, for `sd_ms`, with only
+/// one) there is no figure: `None`, never zero.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
-    /// Attempts, failures included.
+    /// Number of attempts, failures included.
     pub n: usize,
-    /// Attempts without a time. The figures below are from the other `n - failures`.
+    /// Number of attempts without a time. The figures below are from the other `n - failures`.
     pub failures: usize,
-    /// Shortest.
+    /// Shortest time, ms.
     pub min_ms: Option<f64>,
-    /// Median.
+    /// Median time, ms.
     pub p50_ms: Option<f64>,
-    /// 90th percentile.
+    /// 90th percentile of the times, ms.
     pub p90_ms: Option<f64>,
-    /// 95th percentile.
+    /// 95th percentile of the times, ms.
     pub p95_ms: Option<f64>,
-    /// 99th percentile.
+    /// 99th percentile of the times, ms.
     pub p99_ms: Option<f64>,
-    /// Longest.
+    /// Longest time, ms.
     pub max_ms: Option<f64>,
-    /// Arithmetic mean.
+    /// Arithmetic mean of the times, ms.
     pub mean_ms: Option<f64>,
-    /// Standard deviation of the sample.
+    /// Standard deviation of the sample, ms.
     pub sd_ms: Option<f64>,
 }
 
@@ -56,7 +56,7 @@ impl Summary {
         }
     }
 
-    /// Returns names and values in display order.
+    /// Returns the names and values of the figures, in display order.
     pub fn figures(&self) -> [(&'static str, Option<f64>); 8] {
         [
             ("min", self.min_ms),
@@ -80,7 +80,7 @@ pub fn sorted(times: &[f64]) -> Vec<f64> {
 
 /// Returns the nearest-rank percentile of ascending `sorted`: the sample of rank ⌈percent/100 · n⌉, counted from 1.
 pub fn nearest_rank(sorted: &[f64], percent: f64) -> Option<f64> {
-    // The product may be slightly above a whole number because of rounding; that must not add a rank.
+    // Rounding may put the product slightly above a whole number; that must not add a rank.
     let rank = (percent * sorted.len() as f64 / 100.0 - 1e-9).ceil().max(1.0) as usize;
     sorted.get(rank - 1).copied()
 }
@@ -90,7 +90,7 @@ pub fn median(times: &[f64]) -> Option<f64> {
     nearest_rank(&sorted(times), 50.0)
 }
 
-/// Returns the empirical distribution: each distinct time with the part of all samples that does not exceed it.
+/// Returns the empirical distribution: each distinct time, with the part of all samples that does not exceed it.
 pub fn cdf(times: &[f64]) -> Vec<(f64, f64)> {
     let sorted = sorted(times);
     let count = sorted.len() as f64;

@@ -1,5 +1,5 @@
-//! One start of a pod with one container, from the start request to the first byte: the same CRI calls for
-//! every runtime, and nothing else between the timestamps.
+//! One start of a pod with one container, from the start request to the first byte. Every runtime receives the same CRI
+//! calls, and nothing else happens between the timestamps.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -13,12 +13,12 @@ use crate::options::{ContainerOptions, Network, PodOptions, Resources};
 use crate::runtime::{Runtime, RuntimeError};
 use crate::vm::VmError;
 
-/// Label of all pods of a run; its value is the run's name.
+/// Label of all pods of a run. Its value is the run's name.
 pub const RUN_LABEL: &str = "io.sandboxer.probe.run";
 /// Label that identifies a pod of a run.
 const POD_LABEL: &str = "io.sandboxer.probe.pod";
 
-/// Timeout of a removal. Removals are not part of any time.
+/// Timeout of a removal. No time includes removals.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(120);
 
 /// Properties of all pods of a measurement.
@@ -26,17 +26,17 @@ const REMOVAL_LIMIT: Duration = Duration::from_secs(120);
 pub struct Recipe {
     /// Name of the run, unique on the node.
     pub run: String,
-    /// Image; must be present.
+    /// Image reference; the image must be present.
     pub image: String,
-    /// A command that prints at once and keeps running.
+    /// Command that prints at once and keeps running.
     pub command: Vec<String>,
-    /// Network mode.
+    /// Network of the pods.
     pub network: Network,
-    /// Parent of the pods' cgroups; the runtime's own when empty.
+    /// Parent of the pods' cgroups; the runtime's own if empty.
     pub cgroup_parent: String,
     /// Annotations of the pods.
     pub annotations: HashMap<String, String>,
-    /// Memory limit of each pod and its container, MiB; without one they have no limits.
+    /// Memory limit of each pod and its container, MiB; `None` for no limits.
     pub memory_mib: Option<u64>,
     /// Timeout of a start.
     pub timeout: Duration,
@@ -74,15 +74,15 @@ impl Recipe {
 /// End of each step, since the start request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stamps {
-    /// RunPodSandbox answered.
+    /// When RunPodSandbox returned.
     pub pod: Option<Duration>,
-    /// CreateContainer answered.
+    /// When CreateContainer returned.
     pub created: Option<Duration>,
-    /// StartContainer answered.
+    /// When StartContainer returned.
     pub started: Option<Duration>,
-    /// The first byte was in the log.
+    /// When the first byte was in the log.
     pub first_byte: Option<Duration>,
-    /// A VM of the series `vm` answered its first ping.
+    /// When a VM of the series `vm` answered its first ping.
     pub first_ping: Option<Duration>,
 }
 
@@ -91,13 +91,13 @@ pub struct Stamps {
 pub struct Start {
     /// Time of the start request.
     pub released: Instant,
-    /// Times of the completed steps, or the error.
+    /// Times of the completed steps.
     pub stamps: Stamps,
-    /// Sandbox id, once there was one.
+    /// The sandbox's id, once there was one.
     pub pod_id: Option<String>,
-    /// Container id, once there was one.
+    /// The container's id, once there was one.
     pub container_id: Option<String>,
-    /// Why it failed.
+    /// Success, or the reason of the failure.
     pub end: Result<(), StartError>,
 }
 
@@ -110,9 +110,9 @@ pub enum StartError {
     /// The timeout expired.
     #[error("{step} did not finish within {limit:?} after the pod's start request")]
     Timeout {
-        /// The step.
+        /// Name of the step.
         step: &'static str,
-        /// The time-out.
+        /// The timeout that expired.
         limit: Duration,
     },
     /// The measurement was interrupted.
@@ -149,8 +149,7 @@ impl StartError {
     }
 }
 
-/// Starts a pod and its container on `handler` and waits for the first byte. Does not remove the pod: see
-/// [`remove`].
+/// Starts a pod and its container on `handler` and waits for the first byte. Does not remove the pod: see [`remove`].
 pub async fn start(
     runtime: &Runtime,
     watch: &LogWatch,
@@ -218,7 +217,7 @@ async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(
         match line.splitn(3, ' ').collect::<Vec<_>>()[..] {
             [_, "stdout", _] => break,
             [_, _, _] => return not_its(line),
-            // The rest of the first line was not written yet.
+            // The rest of the first line has not been written yet.
             _ => match tokio::time::timeout(limit, more.seen()).await {
                 Ok(seen) => drop(seen?),
                 Err(_) => return not_its(line),
@@ -229,7 +228,7 @@ async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(
     Ok(())
 }
 
-/// Removes a pod that [`start`] created, also one without a known id, and its log.
+/// Removes a pod that [`start`] created, even one without a known id, and its log.
 pub async fn remove(
     runtime: &Runtime,
     watch: &LogWatch,
@@ -249,7 +248,7 @@ pub async fn remove(
     Ok(())
 }
 
-/// Removes every pod of a run; the error lists pods that could not be removed.
+/// Removes every pod of a run and returns their number, or an error if a pod could not be removed.
 pub async fn remove_all(runtime: &Runtime, run: &str) -> Result<usize, RuntimeError> {
     let ids = find(runtime, [(RUN_LABEL, run)]).await?;
     let mut ends = tokio::task::JoinSet::new();

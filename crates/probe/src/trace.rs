@@ -1,4 +1,4 @@
-//! Stages of a start as the daemon reports them.
+//! Stages of a start, as the daemon reports them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use tonic::transport::Channel;
 
 use crate::{manifest::Facts, runtime::channel};
 
-/// A daemon's admin socket.
+/// A client of the daemon's admin socket.
 #[derive(Debug, Clone)]
 pub struct Trace {
     socket: PathBuf,
@@ -19,12 +19,12 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Returns a client of the daemon at this socket; connects at the first call.
+    /// Creates a client of the daemon at `socket`; it connects at the first call.
     pub fn connect(socket: &Path) -> Self {
         Self { socket: socket.to_owned(), client: AdminClient::new(channel(socket.to_owned())) }
     }
 
-    /// Returns the socket.
+    /// Returns the path of the socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -49,7 +49,7 @@ pub fn vm(pod: &Pod) -> Facts {
     ])
 }
 
-/// Returns the durations of a pod's stages, ms; stages of its containers are summed.
+/// Returns the durations of a pod's stages, ms; sums the stages of its containers.
 pub fn stages(pod: &Pod) -> BTreeMap<Stage, f64> {
     let mut sums = BTreeMap::new();
     for time in pod.stages.iter().chain(pod.containers.iter().flat_map(|container| &container.stages)) {

@@ -1,7 +1,8 @@
-//! Warnings of a report: observations, and what to do about them.
+//! Warnings about a report: observations, with advice.
 
 use crate::clock::Clock;
-use crate::manifest::shown;
+use crate::manifest::{Facts, shown};
+use crate::ratio::MIN_GROUPS;
 use crate::report::{Report, Series, times};
 use crate::sample::{Mode, Sample};
 use crate::startup::FULL_SERIAL;
@@ -10,9 +11,9 @@ use crate::summary::median;
 /// A warning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// The observation.
+    /// What was observed.
     pub seen: String,
-    /// Its meaning, or what to do about it.
+    /// What the observation means, or what to do about it.
     pub advice: &'static str,
 }
 
@@ -26,6 +27,8 @@ const WIDE: f64 = 0.25;
 const UNEXPLAINED: f64 = 0.15;
 /// Release spread, relative to the median, above which a group did not start at once.
 const SPREAD: f64 = 0.05;
+/// Relative difference of two guests' memory that is ignored.
+const SAME_MEMORY: f64 = 0.1;
 /// Accepted time of the probe itself per start, ms.
 const OWN_SHARE: f64 = 1.0;
 
@@ -40,7 +43,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     let wall = report.clock == Clock::Wall;
     if !wall {
         warn(
-            "Times are virtual: one instruction of an emulated host is one nanosecond.".into(),
+            "Times are virtual: one instruction of an emulated host is one nanosecond, and a sleep counts in full.".into(),
             "This is a model, not hardware: no cache misses, and a VM exit costs only its instructions. Use the ratios of \
              one run, not the milliseconds. See docs/measuring.md.",
         );
@@ -65,6 +68,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
         );
     }
     sides(report, &mut warn);
+    guests(report, &mut warn);
     for series in &report.series {
         one(series, samples, &mut warn);
     }
@@ -77,7 +81,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
         );
     }
     memory(report, &mut warn);
-    // Warnings with the same advice are adjacent, so that the advice is shown once.
+    // Makes warnings with the same advice adjacent, so that the advice is shown once.
     let order: Vec<&str> = found.iter().map(|warning| warning.advice).collect();
     found.sort_by_key(|warning| order.iter().position(|advice| *advice == warning.advice));
     found
@@ -85,7 +89,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
 
 type Warn<'a> = &'a mut dyn FnMut(String, &'static str);
 
-/// Returns differences between the compared runtimes.
+/// Warns of differences between the compared runtimes.
 fn sides(report: &Report, warn: Warn<'_>) {
     let mut snapshotters: Vec<String> =
         report.manifest.runtimes.values().filter_map(|facts| facts.get("snapshotter")).map(shown).collect();
@@ -106,6 +110,37 @@ fn sides(report: &Report, warn: Warn<'_>) {
             "One runtime starts VMs, the other processes on the host kernel.".into(),
             "They differ in isolation, vCPUs and memory: the figures show the cost of each, not which is better.",
         );
+    }
+}
+
+/// Warns of differences between the VMs of two handlers: a comparison of unequal VMs must say how they differ.
+fn guests(report: &Report, warn: Warn<'_>) {
+    let of =
+        |facts: &Facts, name: &str| facts.get("container_sees").and_then(|sees| sees.get(name)).map(shown);
+    let guests: Vec<(&String, &Facts)> =
+        report.manifest.runtimes.iter().filter(|(_, facts)| facts.contains_key("vmm_program")).collect();
+    for name in ["kernel", "processors", "memory_mib"] {
+        let told: Vec<(&String, String)> =
+            guests.iter().filter_map(|(handler, facts)| Some((*handler, of(facts, name)?))).collect();
+        let mib = |text: &str| text.parse::<f64>().ok();
+        let alike = |a: &str, b: &str| match (name, mib(a), mib(b)) {
+            // Kernels leave amounts of the same memory that differ by some MiB.
+            ("memory_mib", Some(a), Some(b)) => (a / b - 1.0).abs() < SAME_MEMORY,
+            _ => a == b,
+        };
+        let Some((_, first)) = told.first() else { continue };
+        if told.iter().any(|(_, other)| !alike(first, other)) {
+            let all: Vec<String> =
+                told.iter().map(|(handler, value)| format!("{handler}: {value}")).collect();
+            warn(
+                format!(
+                    "The guests differ in {}: {}.",
+                    name.replace("memory_mib", "memory, MiB"),
+                    all.join("; ")
+                ),
+                "They are not the same machine: make the two sides equal, or keep it in mind with every ratio.",
+            );
+        }
     }
 }
 
@@ -144,6 +179,12 @@ fn one(series: &Series, samples: &[Sample], warn: Warn<'_>) {
         warn(
             format!("{name}: the second half differs from the first by {:+.0} %.", (b / a - 1.0) * 100.0),
             "The host or the runtime drifted: something fills up, warms up or leaks.",
+        );
+    }
+    if series.mode == Mode::Parallel && (1..MIN_GROUPS).contains(&series.walls().count()) {
+        warn(
+            format!("{name}: {} groups.", series.walls().count()),
+            "Pods of one group are one sample: below three groups there is no interval, and no verdict.",
         );
     }
     let spread = series.release_spread_ms.iter().copied().fold(0.0, f64::max);

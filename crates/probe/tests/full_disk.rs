@@ -63,10 +63,12 @@ async fn child() {
         serial: 1000,
         group: 0,
         rounds: 0,
+        sustained: 0,
         warm_up: 0,
         recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
         bare_boot: None,
         vm: None,
+        baseline: None,
     };
     let never = CancellationToken::new();
     let (report, samples) = bench.startup(&plan, Some(&mut store), &never, &mut |_| ()).await.unwrap();

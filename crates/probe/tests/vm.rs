@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use double::{Behaviour, Double, Ended, IMAGE, Tool};
 use sandboxer_probe::attribution::Role;
+use sandboxer_probe::idle::Windows;
 use sandboxer_probe::measure::{self, Bench, MeasureError};
 use sandboxer_probe::memory::Sweep;
 use sandboxer_probe::native::NATIVE;
@@ -225,11 +226,13 @@ fn startup_plan(runtimes: &[&str], vm: Option<Vm>, serial: u32) -> startup::Plan
         serial,
         group: 2,
         rounds: 1,
+        sustained: 0,
         warm_up: 1,
         pause: Duration::ZERO,
         recipe: measure::recipe(IMAGE, Network::Pod, LIMIT),
         bare_boot: None,
         vm,
+        baseline: None,
     }
 }
 
@@ -285,6 +288,7 @@ async fn memory_of_vms_and_processes_is_counted_by_their_numbers() {
         repeat: 1,
         recipe: measure::recipe(IMAGE, Network::Pod, LIMIT),
         vm: Some(made.vm.clone()),
+        idle: Windows { length: Duration::from_millis(100), ..Windows::default() },
     };
     let never = CancellationToken::new();
     let (report, points) = bench.memory(&sweep, None, &never, &mut |_| ()).await.unwrap();

@@ -1,7 +1,8 @@
-//! A pod's control group on the host: its VMM is charged and limited below the parent that the node's manager chose.
+//! A pod's control group on the host. The pod's VMM is charged and limited below the parent that the node's manager
+//! chose.
 //!
-//! CRI names a parent that the manager made and gave limits to. Below it each pod gets a group of its own in every
-//! hierarchy with controllers, v1 and v2 alike. systemd's slices are such directories.
+//! CRI names a parent that the manager created and gave limits to. Below it each pod gets its own group in every
+//! hierarchy with controllers, of v1 and v2 alike. systemd's slices are such directories.
 
 mod beside;
 mod short_moves;
@@ -19,17 +20,17 @@ use sandboxer_protocol::id::SandboxId;
 
 pub use self::{beside::beside, short_moves::keep_moves_short};
 
-/// Controllers of v1 whose hierarchies are entered. `cpuset` only if a group there was given CPUs: it accepts no process
-/// before.
+/// Controllers of v1 whose hierarchies are entered. `cpuset` is one of them only if a group there was given CPUs,
+/// because it accepts no process before.
 const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "blkio", "freezer"];
 
-/// In the path of kubelet's groups for pods that may have containers without a limit.
+/// Part of the path of kubelet's groups for pods that may have containers without a limit.
 const BURSTABLE: &str = "burstable";
 
 /// Files of the cpuset controller.
 const CPUS: &str = "cpuset.cpus";
 const NODES: &str = "cpuset.mems";
-/// Version 1 only: pages follow a change of the nodes. In version 2 they always do.
+/// File of version 1 that makes pages follow a change of the nodes. In version 2 they always do.
 const MIGRATE: &str = "cpuset.memory_migrate";
 
 /// File that lists a group's processes and adds new ones.
@@ -38,15 +39,15 @@ const PROCESSES: &str = "cgroup.procs";
 /// A file that only groups of version 2 have.
 const CONTROLLERS: &str = "cgroup.controllers";
 
-/// Interval and number of attempts to remove a group: the kernel permits it a moment after the last process's
-/// end.
+/// Interval and number of attempts to remove a group: the kernel permits it a moment after the end of the last
+/// process.
 const RETRY: Duration = Duration::from_millis(10);
 const TRIES: u32 = 100;
 
 /// Maximum number of processes in an error.
 const LISTED: usize = 5;
 
-/// Mounted hierarchies.
+/// The mounted hierarchies of the host.
 #[derive(Debug, Default, Clone)]
 pub struct Hierarchies {
     roots: Vec<PathBuf>,
@@ -57,31 +58,31 @@ pub struct Hierarchies {
 /// A hierarchy with the cpuset controller, or a group in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Cpuset {
-    /// Version 1: a separate hierarchy; a group accepts processes once it has CPUs and memory nodes.
+    /// Version 1, a separate hierarchy: a group accepts processes once it has CPUs and memory nodes.
     Own(PathBuf),
-    /// Version 2: the unified hierarchy.
+    /// Version 2, the unified hierarchy.
     Unified(PathBuf),
 }
 
-/// Resources of a pod without a limit.
+/// Resources of which a pod has no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Unlimited {
-    /// CPU time.
+    /// Whether CPU time is unlimited.
     pub cpu: bool,
-    /// Memory.
+    /// Whether memory is unlimited.
     pub memory: bool,
 }
 
-/// CPUs and memory nodes that processes of a group may use; `None`: all of its parent.
+/// CPUs and memory nodes that the processes of a group may use; `None`: all of its parent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Bounds {
     /// CPUs of the host.
     pub cpus: Option<Cpus>,
-    /// Memory nodes of the host: pages are taken from nowhere else. Pages that are elsewhere follow.
+    /// Memory nodes of the host, from which alone pages are taken. Pages on other nodes follow.
     pub nodes: Option<Cpus>,
 }
 
-/// A control group in every hierarchy. It may not exist.
+/// A control group in every hierarchy, which may not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cgroup {
     dirs: Vec<PathBuf>,
@@ -105,7 +106,7 @@ impl Hierarchies {
             }
             let counts = match mount.fs_type.as_str() {
                 "cgroup" => V1_CONTROLLERS.iter().any(|name| mount.super_options.contains_key(*name)),
-                // In a hybrid set-up it has no controllers.
+                // In a hybrid set-up this hierarchy has no controllers.
                 "cgroup2" => fs::read_to_string(mount.mount_point.join("cgroup.controllers"))
                     .is_ok_and(|controllers| !controllers.trim().is_empty()),
                 _ => false,
@@ -117,15 +118,15 @@ impl Hierarchies {
         Ok(Self { roots, cpuset })
     }
 
-    /// Returns the unified hierarchy (version 2) at `root`, as the only one.
+    /// Returns the unified hierarchy (version 2) at `root` as the only one.
     pub fn unified(root: &Path) -> Self {
         Self { roots: vec![root.to_owned()], cpuset: Some(Cpuset::Unified(root.to_owned())) }
     }
 
-    /// Returns the resources without a limit, from the manager's group `parent`.
+    /// Returns the resources of which the pods in the manager's group `parent` have no limit.
     ///
-    /// In CRI kubelet sends the sum of the containers' limits, without those that have none. But only a pod with limits
-    /// for all containers gets a limit in its group. Groups of other managers do not show this.
+    /// In CRI, kubelet sends the sum of the containers' limits and leaves out containers without one. But only a pod
+    /// with limits for all containers gets a limit in its group. Groups of other managers do not show this.
     pub fn unlimited(&self, parent: &str) -> Unlimited {
         let Some(parent) = relative(parent).filter(|path| path.to_string_lossy().contains(BURSTABLE)) else {
             return Unlimited::default();
@@ -144,12 +145,18 @@ impl Hierarchies {
         }
     }
 
+    /// Returns the maximum number of processes and threads in the manager's group `parent`; `None` without a limit.
+    pub fn max_processes(&self, parent: &str) -> Option<u64> {
+        let file = relative(parent)?.join("pids.max");
+        self.roots.iter().find_map(|root| fs::read_to_string(root.join(&file)).ok()?.trim().parse().ok())
+    }
+
     /// Returns the group of `pod` below `parent`; `None` without a parent.
     pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
         Some(self.at(&relative(parent)?.join(format!("sandboxer-{pod}"))))
     }
 
-    /// Returns the group of this name; `None` if the name is empty.
+    /// Returns the group `name`, or `None` if the name is empty.
     pub fn named(&self, name: &str) -> Option<Cgroup> {
         Some(self.at(&relative(name)?))
     }
@@ -164,7 +171,7 @@ impl Hierarchies {
     }
 }
 
-/// Returns `parent` as a path below a hierarchy's root; `None` if it is the root itself. Never leaves the root.
+/// Returns `parent` as a path below a hierarchy's root, or `None` if it is the root itself. Never leaves the root.
 ///
 /// The name of a slice contains its parents (systemd.slice(5)): `a-b.slice` is `a.slice/a-b.slice`.
 fn relative(parent: &str) -> Option<PathBuf> {
@@ -184,17 +191,17 @@ fn relative(parent: &str) -> Option<PathBuf> {
     (!path.as_os_str().is_empty()).then_some(path)
 }
 
-/// Open files of a control group, to start a process in it or move one into it.
+/// Open files of a control group, to start a process in the group or move one into it.
 #[derive(Debug, Default)]
 pub struct CgroupEntries {
-    /// The group's directory if the only hierarchy is of version 2: a child can be started in it.
+    /// The group's directory if the only hierarchy is of version 2, so that a child can be started in it.
     pub dir: Option<File>,
-    /// `cgroup.procs` in each hierarchy, to which a running process is written.
+    /// The `cgroup.procs` file of each hierarchy, to which a running process is written.
     pub procs: Vec<File>,
 }
 
 impl Cgroup {
-    /// Opens its files.
+    /// Opens the files of the group.
     pub fn entries(&self) -> Result<CgroupEntries, (PathBuf, io::Error)> {
         let open = |dir: &PathBuf| {
             let processes = dir.join(PROCESSES);
@@ -209,15 +216,15 @@ impl Cgroup {
         Ok(CgroupEntries { dir, procs: self.entered().map(open).collect::<Result<_, _>>()? })
     }
 
-    /// Creates it.
+    /// Creates the group.
     pub fn make(&self) -> Result<(), (PathBuf, io::Error)> {
         self.dirs.iter().try_for_each(|dir| fs::create_dir_all(dir).map_err(|error| (dir.clone(), error)))
     }
 
-    /// Gives its processes a low CPU weight: a niceness only counts within a group.
+    /// Gives the group's processes a low CPU weight, because a niceness only counts within a group.
     pub fn yield_to_others(&self) -> Result<(), (PathBuf, io::Error)> {
-        // v2 and v1: a tenth of the default, like a niceness of 10. With less, a process that waits for one would wait for ever
-        // on a busy node.
+        // v2 and v1: a tenth of the default, like a niceness of 10. With less, a process that waits for one of these
+        // would never finish on a busy node.
         let tenth = [("cpu.weight", "10"), ("cpu.shares", "102")];
         let files = self.dirs.iter().flat_map(|dir| tenth.map(|(file, weight)| (dir.join(file), weight)));
         for (file, weight) in files.filter(|(file, _)| file.exists()) {
@@ -226,7 +233,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Moves process `pid` into it, with all its threads. Blocks for an RCU grace period, some ms.
+    /// Moves process `pid` into the group, with all its threads. Blocks for an RCU grace period, a few ms.
     pub fn enter(&self, pid: u32) -> Result<(), (PathBuf, io::Error)> {
         self.entered().try_for_each(|dir| {
             let processes = dir.join(PROCESSES);
@@ -234,7 +241,7 @@ impl Cgroup {
         })
     }
 
-    /// Restricts the processes that are in it, or will be, to `bounds`.
+    /// Restricts the group's present and future processes to `bounds`.
     pub fn restrict(&self, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
         match &self.cpuset {
             None => {
@@ -246,14 +253,14 @@ impl Cgroup {
         }
     }
 
-    /// Returns what its processes are restricted to.
+    /// Returns the restrictions of the group's processes.
     pub fn bounds(&self) -> Bounds {
         let read =
             |dir: &Path, name| fs::read_to_string(dir.join(name)).ok().and_then(|text| Cpus::parse(&text));
         let own = |name| match &self.cpuset {
             None => None,
             Some(Cpuset::Unified(dir)) => read(dir, name),
-            // A group without its own has its parent's.
+            // A group without its own values has its parent's.
             Some(Cpuset::Own(dir)) => {
                 let all = dir.parent().and_then(|parent| read(parent, name));
                 read(dir, name).filter(|own| Some(own) != all.as_ref())
@@ -273,7 +280,7 @@ impl Cgroup {
         }
     }
 
-    /// Returns the directories that a process enters: version 1's cpuset only after [`Cgroup::restrict`].
+    /// Returns the directories that a process enters: the cpuset of version 1 only after [`Cgroup::restrict`].
     fn entered(&self) -> impl Iterator<Item = &PathBuf> {
         let own = match &self.cpuset {
             Some(Cpuset::Own(dir)) if dir.join(PROCESSES).exists() => Some(dir),
@@ -282,7 +289,7 @@ impl Cgroup {
         self.dirs.iter().chain(own)
     }
 
-    /// Returns whether process `pid` is in it.
+    /// Returns whether process `pid` is in the group.
     pub fn holds(&self, pid: u32) -> bool {
         let pid = pid.to_string();
         self.dirs.iter().all(|dir| {
@@ -291,8 +298,8 @@ impl Cgroup {
         })
     }
 
-    /// Returns the strictest limit of huge pages of 2 MiB, its own or that of a group above: the file, and the bytes that it allows
-    /// beside those in use. `None`: there is no limit.
+    /// Returns the strictest limit of huge pages of 2 MiB, of this group or of one above: the file, and the bytes that
+    /// it still allows. `None`: there is no limit.
     pub fn huge_pages_allowed(&self) -> Option<(PathBuf, u64)> {
         // A limit may be "max". In version 1 no VMM is in a group of that hierarchy.
         let bytes = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
@@ -305,7 +312,7 @@ impl Cgroup {
         limits.min_by_key(|(_, allowed)| *allowed)
     }
 
-    /// Removes it after its last process has ended. The error of a group that stays busy names its processes.
+    /// Removes the group after its last process has ended. The error of a group that stays busy names its processes.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
         let own = match &self.cpuset {
             Some(Cpuset::Own(dir)) => Some(dir),
@@ -331,7 +338,7 @@ impl Cgroup {
     }
 }
 
-/// Returns what an operator looks for: the processes in the group at `dir`, with their names.
+/// Returns the processes in the group at `dir`, with their names, for operators.
 fn still_in(dir: &Path) -> String {
     let listed = fs::read_to_string(dir.join(PROCESSES)).unwrap_or_default();
     let named = |pid: &str| {
@@ -349,7 +356,7 @@ fn write(path: &Path, text: &str) -> Result<(), (PathBuf, io::Error)> {
     fs::write(path, text).map_err(|error| (path.to_owned(), error))
 }
 
-/// Applies `bounds` to the group of version 2 at `dir`.
+/// Applies `bounds` to the version 2 group at `dir`.
 fn restrict_unified(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
     let has_controller = dir.join(CPUS).exists();
     if !has_controller && *bounds == Bounds::default() {
@@ -365,7 +372,7 @@ fn restrict_unified(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Err
     if had || bounds.nodes.is_some() { write(&dir.join(NODES), &list(&bounds.nodes)) } else { Ok(()) }
 }
 
-/// Applies `bounds` to the group of version 1 at `dir`, which is created if necessary.
+/// Applies `bounds` to the version 1 group at `dir`, which is created if necessary.
 fn restrict_own(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
     fs::create_dir_all(dir).map_err(|error| (dir.to_owned(), error))?;
     let parent = dir.parent().unwrap_or(dir);
@@ -379,11 +386,11 @@ fn restrict_own(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)>
     Ok(())
 }
 
-/// Returns the content of the file `name` of v1's `cpuset` in the group at `dir`. A new group has no content and accepts
-/// no process: it gets its parent's content.
+/// Returns the content of the file `name` of v1's `cpuset` in the group at `dir`. A new group has no content and
+/// accepts no process: it gets the content of its parent.
 fn inherited(dir: &Path, name: &str) -> Result<String, (PathBuf, io::Error)> {
     let path = dir.join(name);
-    // Groups in a test's directory have no such file; it counts as empty.
+    // Groups in a test's directory have no such file, which counts as empty.
     let own = match fs::read_to_string(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound || dir.parent().is_none() => {
             return Err((path, error));

@@ -1,7 +1,7 @@
-//! A VMM's process: started without a shell, held by pidfd, found again by pid and start time.
+//! A VMM's process, started without a shell, held by pidfd, and found again by PID and start time.
 //!
-//! Dropping a [`Process`] leaves it alone: VMs outlive the daemon. Only a process that is
-//! still [`Starting`] dies with its handle.
+//! Dropping a [`Process`] leaves the process alone, because VMs outlive the daemon. Only a process that is still
+//! [`Starting`] dies with its handle.
 
 use std::{
     ffi::OsString,
@@ -41,11 +41,11 @@ use crate::{
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// It exited with this status.
+    /// The process exited with this status.
     Status(i32),
-    /// A signal killed it.
+    /// A signal killed the process.
     Signal(i32),
-    /// Unknown: it was an earlier daemon's child.
+    /// The end is unknown, because the process was an earlier daemon's child.
     Unknown,
 }
 
@@ -75,7 +75,8 @@ pub struct Starting {
     abandoned: bool,
 }
 
-/// Returns the path of a program, looked up in `PATH` if it is a plain name; the name itself if it is not found.
+/// Returns the path of a program, which is looked up in `PATH` if it is a plain name; the name itself if it is not
+/// found.
 pub fn find(program: &Path) -> PathBuf {
     if program.components().count() > 1 {
         return program.to_owned();
@@ -88,30 +89,30 @@ pub fn find(program: &Path) -> PathBuf {
 /// Niceness of background processes.
 const BACKGROUND: i32 = 10;
 
-/// Options of a process's start.
+/// Options for starting a process.
 #[derive(Debug, Default)]
 pub struct Equipment {
-    /// Files that it inherits with the same numbers.
+    /// Files that the process inherits with the same numbers.
     pub inherited: Vec<OwnedFd>,
-    /// Its stdout; `None` uses the pipe of its stderr.
+    /// The process's stdout; `None`: the pipe of its stderr.
     pub stdout: Option<OwnedFd>,
-    /// It runs at low priority.
+    /// Whether the process runs at low priority.
     pub background: bool,
-    /// Jail that it enters before exec.
+    /// Jail that the process enters before exec.
     pub jail: Option<Jail>,
-    /// Control groups that it enters before exec, so that all its memory is charged to them.
+    /// Control groups that the process enters before exec, so that all its memory is charged to them.
     pub groups: CgroupEntries,
-    /// Further variables of its environment.
+    /// Additional environment variables.
     pub environment: Vec<(&'static str, OsString)>,
-    /// Most descriptors that it can open; `None`: as many as this process.
+    /// Maximum number of descriptors that the process can open; `None`: as many as this process.
     pub open_files: Option<u64>,
 }
 
 /// Starts `program` in its own session, so that signals to the daemon's session do not reach it.
 ///
-/// Its environment is `PATH`, [`strays::MARK`] with `run_dir`, which is also its working directory, and
-/// [`Equipment::environment`]. Its stderr is the returned pipe. Blocks for the time of a fork, and some ms more if it cannot be started in [`Equipment::groups`]: call it
-/// where blocking is allowed, inside a runtime.
+/// The environment is `PATH`, [`strays::MARK`] with `run_dir`, which is also the working directory, and
+/// [`Equipment::environment`]. The stderr is the returned pipe. Blocks for the time of a fork, and for a few ms more
+/// if the process cannot be started in [`Equipment::groups`]. Call it where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -120,7 +121,7 @@ pub fn spawn(
 ) -> io::Result<(Starting, OwnedFd)> {
     let Equipment { inherited, stdout, background, jail, groups, environment, open_files } = equipment;
     let alone = jail.is_some();
-    // No process without CAP_SYS_RESOURCE can have more than this one.
+    // Without CAP_SYS_RESOURCE, no process can have more than this one.
     let open_files =
         open_files.map(|files| files.min(getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX)));
     let (words, their_words) = io::pipe()?;
@@ -142,7 +143,7 @@ pub fn spawn(
         if let Some(jail) = &jail {
             jail.enter()?;
         }
-        // Only in the child: other children of the daemon must not inherit them.
+        // Only in the child, because other children of the daemon must not inherit them.
         for fd in &inherited {
             rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
         }
@@ -174,7 +175,7 @@ pub fn spawn(
             entered(command, groups.procs, alone, prepare)?
         }
     };
-    // The child is not reaped yet, so the pid is still its own.
+    // The child is not reaped yet, so the PID is still its own.
     let watched = match Pid::from_raw(pid) {
         Some(pid) => pidfd_open(pid, PidfdFlags::NONBLOCK)
             .map_err(io::Error::from)
@@ -193,7 +194,7 @@ pub fn spawn(
     }
 }
 
-/// Starts `command`; the child writes its pid to these `cgroup.procs` files and runs `prepare`. Returns its PID.
+/// Starts `command`. The child writes its PID to these `cgroup.procs` files and runs `prepare`. Returns the PID.
 fn entered(
     mut command: Command,
     procs: Vec<File>,
@@ -214,18 +215,18 @@ fn entered(
     i32::try_from(child.id()).map_err(io::Error::other)
 }
 
-/// Starts `command` as the first process of a new PID namespace. Uses a temporary thread: all its later children
-/// would be in that namespace, too.
+/// Starts `command` as the first process of a new PID namespace. Uses a temporary thread, because all later children
+/// of the thread would be in the namespace, too.
 fn spawn_alone(mut command: Command) -> io::Result<Child> {
     let alone = std::thread::Builder::new().name("spawn".to_owned()).spawn(move || {
-        // SAFETY: no file descriptor is passed; it changes only this thread.
+        // SAFETY: no file descriptor is passed, and the call changes only this thread.
         unsafe { unshare_unsafe(UnshareFlags::NEWPID) }?;
         command.spawn()
     })?;
     alone.join().unwrap_or_else(|_| Err(io::Error::other("the thread that starts a process panicked")))
 }
 
-/// Returns the process `pid`, if it is still the one that started at `start_time`.
+/// Returns the process `pid` if it is still the one that started at `start_time`.
 pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
     let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return Ok(None);
@@ -235,12 +236,12 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
         Err(rustix::io::Errno::SRCH) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    // Opens the pidfd first: if the pid was reused by then, the start time differs.
+    // Opens the pidfd first: if the PID was reused by then, the start time differs.
     let found = held(pid, pidfd)?;
     Ok(found.filter(|found| found.start_time == start_time))
 }
 
-/// Returns the pid of a pidfd's process; `None` if it has ended.
+/// Returns the process `pid` of a pidfd, or `None` if it has ended.
 pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     match Process::watched(pid, pidfd, false) {
@@ -249,7 +250,7 @@ pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     }
 }
 
-/// Returns the process that has this pid now. Only for a live process that another child of this daemon created.
+/// Returns the process that has this PID now. Only for a live process that another child of this daemon created.
 pub fn child(pid: u32) -> io::Result<Process> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, true)
@@ -263,38 +264,38 @@ impl Process {
             unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(io::Error::from)?;
         let pidfd = Arc::new(pidfd);
         let (ended, exit) = watch::channel(None);
-        // A separate task, so that a child is reaped also without a waiter.
+        // A separate task, so that a child is reaped even if no caller waits for it.
         tokio::spawn(watch_exit(pidfd.clone(), child, ended));
         Ok(Self { pid, start_time, pidfd, exit })
     }
 
-    /// Returns its process id.
+    /// Returns the process ID.
     pub fn pid(&self) -> u32 {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Returns its start time, clock ticks since boot.
+    /// Returns the start time of the process, clock ticks since boot.
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
 
-    /// Returns its pidfd.
+    /// Returns the pidfd of the process.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.get_ref().as_fd()
     }
 
-    /// Returns whether it runs now, by asking the kernel.
+    /// Returns whether the process runs now, as the kernel reports.
     pub fn is_alive(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)], Some(&now)) == Ok(0)
     }
 
-    /// Returns whether it is known to have ended.
+    /// Returns whether the process is known to have ended.
     pub fn has_ended(&self) -> bool {
         self.exit.borrow().is_some()
     }
 
-    /// Waits for its end. Cancel-safe; can be called again.
+    /// Waits for the end of the process. Cancel-safe; can be called again.
     pub async fn exited(&self) -> Exit {
         let mut exit = self.exit.clone();
         let exit = exit.wait_for(Option::is_some).await.map(|exit| exit.unwrap_or(Exit::Unknown));
@@ -305,23 +306,23 @@ impl Process {
         }
     }
 
-    /// Resets the priority of all its threads to normal.
+    /// Resets the priority of all threads of the process to normal.
     pub fn to_foreground(&self) -> io::Result<()> {
-        // It has its own process group: one call for all threads.
+        // The process has its own process group, so one call reaches all threads.
         Ok(setpriority_pgrp(Some(self.pid), 0)?)
     }
 
-    /// Kills it. No error if it has ended.
+    /// Kills the process. No error if it has ended.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::KILL)
     }
 
-    /// Stops all its threads, wherever they are, until [`Process::go_on`]. No error if it has ended.
+    /// Stops all threads of the process, wherever they are, until [`Process::go_on`]. No error if it has ended.
     pub fn stop(&self) -> io::Result<()> {
         self.signal(Signal::STOP)
     }
 
-    /// Lets a stopped process run again. No error if it has ended.
+    /// Lets the stopped process run again. No error if it has ended.
     pub fn go_on(&self) -> io::Result<()> {
         self.signal(Signal::CONT)
     }
@@ -335,12 +336,12 @@ impl Process {
 }
 
 impl Starting {
-    /// Returns another handle, which does not kill it when dropped.
+    /// Returns another handle, which does not kill the process when dropped.
     pub fn watched(&self) -> Arc<Process> {
         self.process.clone()
     }
 
-    /// Disarms the kill: the process keeps running when the handle is dropped.
+    /// Disarms the kill, so that the process keeps running when the handle is dropped.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;
         self.process.clone()
@@ -373,7 +374,7 @@ async fn watch_exit(pidfd: Arc<AsyncFd<OwnedFd>>, child: bool, ended: watch::Sen
             Ok(_) => Exit::Unknown,
             Err(_) => return,
         },
-        // There is no waiter; a child must be reaped all the same.
+        // No caller waits; a child must be reaped all the same.
         () = ended.closed(), if !child => return,
     };
     ended.send_replace(Some(exit));
@@ -398,7 +399,7 @@ pub fn is_running(pid: u32, start_time: u64) -> bool {
     pid.is_some_and(|pid| start_time_of(pid).is_ok_and(|found| found == start_time))
 }
 
-/// Returns field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
+/// Returns field 22 of `/proc/PID/stat`. The second field is in parentheses and may contain anything.
 fn start_time_of(pid: Pid) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
     stat.rsplit_once(')')

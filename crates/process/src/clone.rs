@@ -1,7 +1,7 @@
 //! Starts a child in a control group with one system call.
 //!
-//! A process that moves into a group of version 2 waits for an RCU grace period, about 15 ms; one that is started in
-//! the group does not. The standard library's `Command` does not support this.
+//! A process that moves into a version 2 group waits for an RCU grace period, about 15 ms; a process that is started
+//! in the group does not. The standard library's `Command` does not support this.
 
 use std::{
     ffi::{CString, OsStr, OsString},
@@ -15,23 +15,23 @@ use std::{
     ptr,
 };
 
-/// As in `linux/sched.h`; the type of `libc`'s constant is too small.
+/// The value in `linux/sched.h`; the type of `libc`'s constant is too small.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-/// Errors of a kernel before 5.7, and of a seccomp filter that forbids the call.
+/// Errors of kernels before 5.7, and of a seccomp filter that forbids the call.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::E2BIG, libc::EPERM];
 
-/// Memory that a child uses between clone and exec, where it only makes system calls.
+/// Memory that a child uses between clone and exec, when it only makes system calls.
 pub struct PreparedChild {
     program: CString,
     arguments: Vec<CString>,
     environment: Vec<CString>,
     dir: CString,
-    /// Its stdin, stdout and stderr.
+    /// The child's stdin, stdout and stderr.
     stdio: [OwnedFd; 3],
 }
 
 impl PreparedChild {
-    /// Prepares a child that executes `program`, a path, in `dir`.
+    /// Prepares a child that executes the program at the path `program` in the directory `dir`.
     pub fn new(
         program: &Path,
         arguments: &[OsString],
@@ -56,8 +56,9 @@ impl PreparedChild {
         })
     }
 
-    /// Starts it in the control group whose directory `group` is; if `alone`, as the first process of a PID namespace. `prepare` runs
-    /// in the child before exec and only makes system calls. Returns its PID; `None` if the kernel lacks the call.
+    /// Starts the child in the control group whose directory is `group`, as the first process of a PID namespace if
+    /// `alone`. `prepare` runs in the child before exec and only makes system calls. Returns the PID, or `None` if the
+    /// kernel lacks the call.
     pub fn start_in(
         &self,
         group: BorrowedFd<'_>,
@@ -75,8 +76,9 @@ impl PreparedChild {
         how.flags = CLONE_INTO_CGROUP | if alone { libc::CLONE_NEWPID as u64 } else { 0 };
         how.exit_signal = libc::SIGCHLD as u64;
         how.cgroup = group.as_raw_fd() as u64;
-        // SAFETY: the child has memory of its own, a copy of this one, in which other threads may have held locks: until
-        // its program it makes system calls alone, with what was made before, and it never returns from here.
+        // SAFETY: the child has its own copy of this process's memory, in which other threads may have held locks.
+        // Until it executes its program, it only makes system calls, with data that was prepared before, and it never
+        // returns from here.
         let child = unsafe { libc::syscall(libc::SYS_clone3, &raw const how, std::mem::size_of_val(&how)) };
         if child == 0 {
             let failed = self.become_program(&arguments, &environment, prepare);
@@ -99,7 +101,7 @@ impl PreparedChild {
         let child = child as i32;
         let mut errno = [0; 4];
         match failure.read_exact(&mut errno) {
-            // Executed.
+            // The program was executed.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(Some(child)),
             said => {
                 reap(child);
@@ -116,8 +118,8 @@ impl PreparedChild {
         environment: &[*const libc::c_char],
         prepare: impl Fn() -> io::Result<()>,
     ) -> io::Error {
-        // SAFETY: every pointer is to what this child has a copy of, and lists of pointers end with none. What is changed is this
-        // process's alone.
+        // SAFETY: every pointer is to data of which this child has a copy, and lists of pointers end with null. Only
+        // this process is changed.
         unsafe {
             for (number, file) in (0..).zip(&self.stdio) {
                 if libc::dup2(file.as_raw_fd(), number) < 0 {
@@ -143,7 +145,7 @@ impl PreparedChild {
 
 /// Reaps a child that failed before exec.
 fn reap(child: i32) {
-    // SAFETY: it is a child of this process that no other code knows, and its status is not needed.
+    // SAFETY: the child belongs to this process, no other code knows it, and its status is not needed.
     unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
 }
 
@@ -167,7 +169,8 @@ mod tests {
     use super::*;
     use crate::jail;
 
-    /// Returns the group of version 2 that this process is in: hosts of these tests have one, alone or beside those of version 1.
+    /// Returns the version 2 group that this process is in: hosts of these tests have one, alone or beside those of
+    /// version 1.
     fn own_group() -> File {
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap();
         let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).expect("a group of version 2");
@@ -223,7 +226,7 @@ mod tests {
         assert_eq!(failed.raw_os_error(), Some(libc::EBADF));
     }
 
-    /// The C library's own functions for that wait for threads that the child does not have.
+    /// The C library's own functions for this wait for threads that the child does not have.
     #[test]
     fn a_child_gets_a_user_whatever_other_threads_do() {
         let stop = Arc::new(AtomicBool::new(false));

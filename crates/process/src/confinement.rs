@@ -1,48 +1,51 @@
-//! Confinement of a process as the kernel reports it now: independent of the code that made the jail, not cached.
+//! The confinement of a process as the kernel currently reports it: not cached, and independent of the code of the
+//! jail.
 
 use std::{fs, io, path::Path};
 
-/// Kinds of namespaces.
+use crate::rlimits;
+
+/// The kinds of namespaces.
 const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
 /// Limits that are shown, by the kernel's names.
 const LIMITS: [&str; 4] = ["Max core file size", "Max processes", "Max open files", "Max locked memory"];
 /// Capability sets that a process can use or gain.
 const SETS: [&str; 4] = ["CapInh", "CapPrm", "CapEff", "CapAmb"];
 
-/// Confinement of a process, from its `/proc`.
+/// The confinement of a process, from its `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Confinement {
-    /// Its process id.
+    /// ID of the process.
     pub pid: u32,
-    /// Its effective user.
+    /// Effective user of the process.
     pub uid: u32,
-    /// Its effective group.
+    /// Effective group of the process.
     pub gid: u32,
-    /// Its supplementary groups.
+    /// Supplementary groups of the process.
     pub groups: Vec<u32>,
-    /// Its own namespaces: different from this process'.
+    /// Namespaces that differ from this process's.
     pub own_namespaces: Vec<String>,
     /// Namespaces shared with this process.
     pub shared_namespaces: Vec<String>,
-    /// Union of its capability sets, without the bounding set.
+    /// Union of the capability sets, without the bounding set.
     pub capabilities: u64,
-    /// Its bounding set.
+    /// The bounding set of capabilities.
     pub capability_bounds: u64,
-    /// no_new_privs is set.
+    /// Whether no_new_privs is set.
     pub no_new_privileges: bool,
-    /// "none", "strict", "filter".
+    /// Mode of seccomp: "none", "strict" or "filter".
     pub seccomp: &'static str,
-    /// Number of filters.
+    /// Number of seccomp filters.
     pub seccomp_filters: u32,
-    /// File system and options of its root.
+    /// File system and options of the root.
     pub root: String,
     /// Number of visible mounts.
     pub mounts: u32,
     /// Number of writable mounts.
     pub writable_mounts: u32,
-    /// Its control group: that of version 2, else the first one.
+    /// Control group of the process: in the version 2 hierarchy, else in the first one.
     pub cgroup: String,
-    /// Limits: name, soft, hard.
+    /// Limits as name, soft and hard value.
     pub limits: Vec<(String, u64, u64)>,
 }
 
@@ -70,7 +73,7 @@ impl Confinement {
         };
         let set = |field: &str| u64::from_str_radix(value(&status, field), 16).map_err(malformed);
         let number = |field: &str| value(&status, field).parse::<u32>().map_err(malformed);
-        // Real, effective, saved, of the file system.
+        // The columns are real, effective, saved, and of the file system.
         let effective = |field: &str| ids(field).get(1).copied().ok_or_else(|| malformed(field));
         let (root, writable_mounts) = mounted(&mounts);
         Ok(Self {
@@ -94,9 +97,14 @@ impl Confinement {
             mounts: u32::try_from(mounts.lines().count()).unwrap_or(u32::MAX),
             writable_mounts,
             cgroup: cgroup(&read("cgroup")?),
-            limits: LIMITS.iter().filter_map(|name| limit(&read("limits").ok()?, name)).collect(),
+            limits: limits(&read("limits").unwrap_or_default()),
         })
     }
+}
+
+fn limits(text: &str) -> Vec<(String, u64, u64)> {
+    let of = |name: &&str| rlimits::limit(text, name).map(|[soft, hard]| ((*name).to_owned(), soft, hard));
+    LIMITS.iter().filter_map(of).collect()
 }
 
 fn malformed(what: impl ToString) -> io::Error {
@@ -109,7 +117,8 @@ fn value<'a>(status: &'a str, field: &str) -> &'a str {
     status.lines().find_map(line).unwrap_or_default().trim()
 }
 
-/// Returns the root's file system with options, the number of mounts and of writable mounts, from a mountinfo.
+/// Returns the root's file system with its options, and the numbers of mounts and of writable mounts, from a
+/// mountinfo.
 fn mounted(mountinfo: &str) -> (String, u32) {
     let (mut root, mut writable) = (String::new(), 0);
     for line in mountinfo.lines() {
@@ -124,23 +133,13 @@ fn mounted(mountinfo: &str) -> (String, u32) {
     (root, writable)
 }
 
-/// Returns the path in the unified hierarchy, else in the first one.
+/// Returns the path in the unified hierarchy, or else in the first one.
 fn cgroup(text: &str) -> String {
     let path = |line: &str| line.splitn(3, ':').nth(2).map(str::to_owned);
     let unified = text.lines().find(|line| line.starts_with("0::")).and_then(path);
     let named = || text.lines().next().and_then(path).unwrap_or_default();
     // With version 1 in use, the unified hierarchy exists and is empty.
     unified.filter(|path| path != "/").unwrap_or_else(named)
-}
-
-/// Returns a limit in `/proc/PID/limits`.
-fn limit(limits: &str, name: &str) -> Option<(String, u64, u64)> {
-    let mut values = limits.lines().find_map(|line| line.strip_prefix(name))?.split_ascii_whitespace();
-    let mut value = || match values.next()? {
-        "unlimited" => Some(u64::MAX),
-        number => number.parse().ok(),
-    };
-    Some((name.to_owned(), value()?, value()?))
 }
 
 #[cfg(test)]

@@ -1,12 +1,13 @@
-//! How long a process has run.
+//! The processor time of a process.
 
 use std::time::Duration;
 
 use nix::{time::clock_getcpuclockid, unistd::Pid};
 
-/// Returns the processor time of all threads of process `pid`; `None` if unknown. Two system calls, and no file.
+/// Returns the processor time of all threads of process `pid`, or `None` if unknown. Makes two system calls and opens
+/// no file.
 pub fn cpu_time(pid: u32) -> Option<Duration> {
-    // 0 is the caller.
+    // 0 would mean the caller.
     let pid = i32::try_from(pid).ok().filter(|pid| *pid > 0)?;
     clock_getcpuclockid(Pid::from_raw(pid)).and_then(|clock| clock.now()).ok().map(Duration::from)
 }

@@ -1,5 +1,5 @@
-//! Huge pages for files in memory: [`collapse`] takes what is free of the kernel's ordinary memory, [`Reserved`] takes pages that an
-//! administrator has set aside.
+//! Huge pages for files in memory: [`collapse`] makes them from the kernel's ordinary free memory, [`Reserved`] takes
+//! pages that an administrator has set aside.
 
 use std::{
     fs::{self, File},
@@ -13,59 +13,59 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::cgroup::Cgroup;
 
-/// Bytes of a huge page of x86-64 and arm64.
+/// Size of a huge page of x86-64 and arm64, bytes.
 pub const HUGE_PAGE: u64 = 2 << 20;
-/// As in `linux/mman.h`; since Linux 6.1.
+/// The value in `linux/mman.h`; since Linux 6.1.
 const MADV_COLLAPSE: libc::c_int = 25;
 
-/// Where the kernel describes its huge pages of this size.
+/// Directory in which the kernel describes its huge pages of this size.
 pub const HUGE_PAGES_DIR: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Why no huge pages can be reserved.
+/// The reason why no huge pages can be reserved.
 #[derive(Debug, thiserror::Error)]
 pub enum ReserveError {
-    /// The kernel has none of this size.
+    /// The kernel has no huge pages of this size.
     #[error("this kernel has no huge pages of 2 MiB")]
     Unsupported(#[source] io::Error),
-    /// Too few are free.
+    /// Too few huge pages are free.
     #[error(
         "{needed} huge pages of 2 MiB are needed and {free} are free: raise {path:?}, or end pods that have huge pages"
     )]
     TooFew {
-        /// Those that are needed.
+        /// Number of pages that are needed.
         needed: u64,
-        /// Those that are neither used nor reserved.
+        /// Number of pages that are neither used nor reserved.
         free: u64,
-        /// Where to set how many there are.
+        /// File that sets the number of pages.
         path: PathBuf,
     },
-    /// A control group forbids them.
+    /// A control group forbids the huge pages.
     #[error(
         "{needed_mib} MiB in huge pages of 2 MiB are needed and {path:?} allows {allowed_mib} more: raise the limits hugepages-2Mi \
          of the pod's containers"
     )]
     Limited {
-        /// What is needed, MiB.
+        /// Size that is needed, MiB.
         needed_mib: u64,
-        /// What the group allows beside what it uses, MiB.
+        /// Size that the group still allows, MiB.
         allowed_mib: u64,
-        /// The file with the limit.
+        /// The file with the group's limit.
         path: PathBuf,
     },
-    /// The kernel refused.
+    /// The kernel refused to reserve them.
     #[error("cannot reserve huge pages of 2 MiB")]
     Refused(#[source] io::Error),
 }
 
-/// A file in memory whose huge pages are all reserved. Whoever maps it shared gets them at the first access, from the NUMA node of
-/// its CPU while that has some, and counted in its own control group.
+/// A file in memory whose huge pages are all reserved. A process that maps it shared gets them at the first access,
+/// from the NUMA node of its CPU while that has free ones, and charged to its own control group.
 #[derive(Debug)]
 pub struct Reserved(OwnedFd);
 
 impl Reserved {
     /// Reserves `bytes`, a multiple of [`HUGE_PAGE`], for a process in `cgroup`.
     pub fn new(bytes: u64, cgroup: Option<&Cgroup>) -> Result<Self, ReserveError> {
-        // Without pages of its group's limit a process is killed when it touches the memory.
+        // Beyond its group's limit, a process is killed when it touches the memory.
         if let Some((path, allowed)) = cgroup.and_then(Cgroup::huge_pages_allowed)
             && allowed < bytes
         {
@@ -76,7 +76,8 @@ impl Reserved {
         rustix::fs::ftruncate(&file, bytes).map_err(|error| ReserveError::Refused(error.into()))?;
         let length =
             usize::try_from(bytes).map_err(|error| ReserveError::Refused(io::Error::other(error)))?;
-        // The kernel reserves for the file, not for the mapping: what is mapped shared stays reserved until the file is closed.
+        // The kernel reserves for the file, not for the mapping: what is mapped shared stays reserved until the file
+        // is closed.
         // SAFETY: the kernel chooses the place, and nothing gets a reference to it.
         let mapped = unsafe {
             libc::mmap(ptr::null_mut(), length, libc::PROT_NONE, libc::MAP_SHARED, file.as_raw_fd(), 0)
@@ -88,7 +89,7 @@ impl Reserved {
                 _ => ReserveError::Refused(error),
             });
         }
-        // SAFETY: it is the whole mapping that was just made.
+        // SAFETY: this is the whole mapping that was just made.
         unsafe { libc::munmap(mapped, length) };
         Ok(Self(file))
     }
@@ -108,14 +109,14 @@ fn too_few(bytes: u64, dir: &Path) -> ReserveError {
     ReserveError::TooFew { needed: bytes / HUGE_PAGE, free, path: dir.join("nr_hugepages") }
 }
 
-/// Puts these parts of a file in memory, each of [`HUGE_PAGE`] bytes at one of its offsets, into huge pages. Its content stays. Returns how many
-/// were: none on kernels without the call, fewer if memory is fragmented.
+/// Puts parts of a file in memory into huge pages: [`HUGE_PAGE`] bytes at each of `offsets`. The content stays.
+/// Returns the number of parts that were moved: none on kernels without the call, fewer if memory is fragmented.
 pub fn collapse(file: &File, offsets: &[u64]) -> io::Result<usize> {
     let mapping = Mapping::of(file)?;
     Ok(offsets.iter().filter(|&&offset| mapping.collapse(offset)).count())
 }
 
-/// A file's mapping, aligned like its offsets.
+/// A mapping of a file, aligned like the file's offsets.
 struct Mapping {
     reserved: NonNull<libc::c_void>,
     at: *mut libc::c_void,
@@ -136,7 +137,7 @@ impl Mapping {
         let at = reserved.as_ptr().map_addr(|at| at.next_multiple_of(HUGE_PAGE as usize));
         let mapping = Self { reserved, at, bytes };
         let here = libc::MAP_PRIVATE | libc::MAP_FIXED;
-        // SAFETY: it replaces a part of what was just reserved.
+        // SAFETY: this replaces a part of what was just reserved.
         let mapped = unsafe { libc::mmap(at, bytes, libc::PROT_READ, here, file.as_raw_fd(), 0) };
         if mapped == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -147,7 +148,7 @@ impl Mapping {
     fn collapse(&self, offset: u64) -> bool {
         let offset = offset as usize;
         let inside = offset.is_multiple_of(HUGE_PAGE as usize) && offset + HUGE_PAGE as usize <= self.bytes;
-        // SAFETY: it is a part of this mapping, whose content does not change.
+        // SAFETY: the range is a part of this mapping, whose content does not change.
         inside && unsafe { libc::madvise(self.at.byte_add(offset), HUGE_PAGE as usize, MADV_COLLAPSE) } == 0
     }
 }
@@ -204,7 +205,7 @@ mod tests {
         file.set_len(4 * HUGE_PAGE).unwrap();
         let content: Vec<u8> = (0..HUGE_PAGE).map(|at| (at / 4096) as u8).collect();
         file.write_all_at(&content, 2 * HUGE_PAGE).unwrap();
-        // Beside a part that is not aligned, and one that is beyond the end.
+        // In addition to a part that is not aligned, and one that is beyond the end.
         let got = collapse(&file, &[2 * HUGE_PAGE, 4096, 4 * HUGE_PAGE]).unwrap();
         assert!(got <= 1);
         let mut found = vec![0; content.len()];

@@ -1,18 +1,24 @@
-//! The jail of a VMM process: it can see and do only what its VM needs.
+//! The jail of a VMM process, which can see and do only what its VM needs.
 //!
-//! A compromised VMM has: its own user that owns nothing; no capability and no means to gain one; its own
-//! namespaces without network and without other processes; a root of read-only programs, its kernel and its
-//! initramfs. The daemon opens everything else for it: sockets, taps, disks and memory. A VMM that creates sockets
-//! and files itself gets a small private directory in memory; see [`Jail::with_room`].
+//! A compromised VMM has: its own user, which owns nothing; no capability and no means to gain one; its own namespaces
+//! without network and without other processes; a root of read-only programs, its kernel and its initramfs. The daemon
+//! opens everything else for it: sockets, taps, disks and memory. A VMM that creates sockets and files itself gets a
+//! small private directory in memory; see [`Jail::with_room`].
 //!
 //! ```text
 //! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ filter of system calls ─▶ exec
 //! └────── of the host's user namespace ──────┘
 //! ```
 //!
-//! The user namespace comes last: the others stay the host's, so that no capability in it would be one over them.
+//! The user namespace comes last: the other namespaces stay the host's, so that a capability in the user namespace
+//! gives no power over them.
 //!
-//! It is entered between fork and exec, so [`Jail::new`] makes all allocations before.
+//! The jail is entered between fork and exec, so [`Jail::new`] makes all allocations before.
+//!
+//! A tool of the daemon that parses the files of tenants ([`Jail::of_tool`]) has the same jail with less in it. It has
+//! one capability, to read files of all owners, which it holds only in its user namespace and not on the host.
+
+mod all_ids;
 
 use std::{
     ffi::{CStr, CString},
@@ -34,56 +40,64 @@ use seccompiler::{BpfProgram, apply_filter};
 
 use crate::seccomp;
 
-/// First user of VMMs: above all UIDs in systemd.io's list, and below 2^31.
+/// The first user of VMMs: above all UIDs in systemd.io's list, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;
-/// Number of users.
-const USERS: u64 = 0x0fff_ffff;
+/// Number of users of VMMs.
+const USERS: u64 = 0x0fef_ffff;
+/// The first user of tools, above those of VMMs.
+const FIRST_TOOL: u32 = 0x7ff0_0000;
+/// Number of users of tools.
+const TOOLS: u64 = 0x000f_fffe;
 
-/// Its own namespaces. The parent creates the PID namespace.
+/// New namespaces of a jailed process. The parent creates the PID namespace.
 const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
     .union(CloneFlags::CLONE_NEWIPC)
     .union(CloneFlags::CLONE_NEWUTS)
     .union(CloneFlags::CLONE_NEWNET)
     .union(CloneFlags::CLONE_NEWCGROUP);
 
-/// Paths that programs and `#!/bin/sh` wrappers need to start; missing ones are skipped.
+/// Paths that programs and `#!/bin/sh` wrappers need to start. Missing ones are skipped.
 const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
 /// Devices without state.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
-/// The directory in a jail that its VMM can write to, if it has one.
+/// The directory in a jail to which its VMM can write, if it has one.
 pub const ROOM: &str = "/run";
-/// The directory in [`ROOM`] for files that the VMM gets while it runs. It cannot write to it.
+/// The directory in [`ROOM`] for files that the VMM gets while it runs. The VMM cannot write to it.
 pub const SHOWN: &str = "disks";
-/// Maximum size of a VMM's room: the state of a frozen VM with many vCPUs has a few MB.
+/// Mount options of a VMM's room. Its size is bounded: the state of a frozen VM with many vCPUs has a few MB.
 const ROOM_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
-/// Securebit: capabilities stay where the user changes (`SECBIT_NO_SETUID_FIXUP`).
+/// The securebit that keeps capabilities when the user changes (`SECBIT_NO_SETUID_FIXUP`).
 const STAY: libc::c_ulong = 1 << 2;
-/// Layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
+/// The layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
-/// Highest possible capability; kernels have fewer.
+/// The capability of tools: to read files of all owners.
+const OF_TOOLS: Capability = Capability::CAP_DAC_READ_SEARCH;
+/// The highest possible capability; kernels have fewer.
 const LAST_CAPABILITY: libc::c_int = 63;
 
 /// A jail, ready to be entered.
 #[derive(Debug)]
 pub struct Jail {
-    /// Mount point of the new root: any directory; mounted only in the jail's own namespace.
+    /// Mount point of the new root: any directory, mounted on only in the jail's own namespace.
     root: CString,
     steps: Vec<Step>,
     user: u32,
-    /// Capabilities that it keeps, as bits: a tool of the daemon that reads files of many owners stays root with
-    /// these. `None`: a VMM.
-    keeps: Option<u64>,
+    /// Whether this is the jail of a tool.
+    tool: bool,
+    /// User namespace of a tool, in which each owner is itself. `None`: the kernel refuses it, or this is the jail of
+    /// a VMM, which creates its own.
+    user_namespace: Option<OwnedFd>,
     groups: Vec<libc::gid_t>,
-    /// Mapping of its user namespace: one user and group, to itself.
+    /// ID mapping of the user namespace: one user and group, mapped to itself.
     ids: String,
-    /// It has a [`ROOM`].
+    /// Whether the jail has a [`ROOM`].
     room: bool,
-    /// An existing network namespace in place of a new one.
+    /// An existing network namespace that replaces a new one.
     network: Option<OwnedFd>,
     filters: Vec<BpfProgram>,
 }
 
-/// A step of creating the root, from inside.
+/// A step of creating the root, run inside the jail.
 #[derive(Debug)]
 enum Step {
     Dir(CString),
@@ -92,14 +106,19 @@ enum Step {
     Bind { from: CString, at: CString, flags: libc::c_ulong },
 }
 
-/// Returns the user of the VM with this directory. The directory exists for the VM's lifetime, also when it is moved,
+/// Returns the user of the VM with this directory. The directory exists for the VM's lifetime, even when it is moved,
 /// and its inode number is unique on its file system.
 pub fn user_of(run_dir: &fs::Metadata) -> u32 {
     FIRST_USER + u32::try_from(run_dir.ino() % USERS).unwrap_or_default()
 }
 
+/// Returns whether `id` is the user of a VM.
+pub fn is_user(id: u32) -> bool {
+    id.checked_sub(FIRST_USER).is_some_and(|number| u64::from(number) < USERS)
+}
+
 impl Jail {
-    /// Returns a jail for the VM with directory `run_dir`; it can read `readable` and use `devices`.
+    /// Returns a jail for the VM with directory `run_dir`, which can read `readable` and use `devices`.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
         let ids = format!("{user} {user} 1");
@@ -107,12 +126,13 @@ impl Jail {
             root: text(run_dir)?,
             steps: Vec::new(),
             user,
-            keeps: None,
+            tool: false,
+            user_namespace: None,
             groups: Vec::new(),
             ids,
             room: false,
             network: None,
-            filters: vec![seccomp::filter()?],
+            filters: seccomp::filters()?,
         };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
         for path in SYSTEM.iter().map(Path::new).chain(readable.iter().copied()) {
@@ -120,7 +140,7 @@ impl Jail {
         }
         for path in DEVICES.iter().map(Path::new).chain(devices.iter().copied()) {
             jail.show(path, libc::MS_NOSUID | libc::MS_NOEXEC)?;
-            // The VMM is a member of the devices' groups, such as that of /dev/kvm.
+            // The VMM is a member of the devices' groups, such as the group of /dev/kvm.
             if let Ok(meta) = fs::metadata(path)
                 && meta.gid() != 0
             {
@@ -130,16 +150,25 @@ impl Jail {
         Ok(jail)
     }
 
-    /// Returns a jail for a tool of the daemon that reads files of tenants: root, with only these capabilities. It has
-    /// the system's programs, `program` and the mounts of [`Jail::bind`]. `root` is any directory.
-    pub fn of_tool(root: &Path, program: &Path, keeps: &[Capability]) -> io::Result<Self> {
+    /// Returns a jail for a tool of the daemon that parses files of tenants. The tool may read files of all owners and
+    /// nothing more. It has the system's programs, `program` and the mounts of [`Jail::bind`], but no `/proc`. `root`
+    /// is any directory. While the directory `own` exists, no other tool has the same user.
+    pub fn of_tool(root: &Path, program: &Path, own: &Path) -> io::Result<Self> {
         let mut jail = Self::new(root, &[program], &[])?;
-        jail.user = 0;
-        jail.keeps = Some(keeps.iter().fold(0, |bits, capability| bits | capability.bitmask()));
+        let number = fs::metadata(own)?.ino() % TOOLS;
+        jail.user = FIRST_TOOL + u32::try_from(number).unwrap_or_default();
+        jail.tool = true;
+        jail.filters.extend(seccomp::filters_of_tool()?);
+        jail.user_namespace = match all_ids::user_namespace() {
+            Ok(namespace) => Some(namespace),
+            // As for VMMs, the jail works without a user namespace.
+            Err(error) if refuses_user_namespaces(&error) => None,
+            Err(error) => return Err(error),
+        };
         Ok(jail)
     }
 
-    /// Mounts `from` in it at `at`, a name in its root.
+    /// Mounts `from` in the jail at `at`, a name in its root.
     pub fn bind(&mut self, from: &Path, at: &str, writable: bool) -> io::Result<()> {
         let is_dir = fs::metadata(from)?.is_dir();
         let (from, at) = (text(from)?, text(Path::new(at))?);
@@ -150,37 +179,37 @@ impl Jail {
         Ok(())
     }
 
-    /// Returns the same jail with a [`ROOM`] in it.
+    /// Returns the jail with a [`ROOM`] in it.
     pub fn with_room(mut self) -> Self {
         self.room = true;
         self
     }
 
-    /// Returns the same jail for a program that makes threads but no processes.
+    /// Returns the jail for a program that makes threads but no processes.
     pub fn alone(mut self) -> io::Result<Self> {
         self.filters.extend(seccomp::filters_alone()?);
         Ok(self)
     }
 
-    /// Returns the same jail with an existing network namespace, that of the VM's taps, in place of a new one.
+    /// Returns the jail with an existing network namespace, which has the VM's taps, in place of a new one.
     pub fn with_network(mut self, namespace: OwnedFd) -> Self {
         self.network = Some(namespace);
         self
     }
 
-    /// Adds a symbolic link: `at` is the name of a directory in its root, and the link's name in it.
+    /// Adds a symbolic link to `to`, at the name `name` in the directory `dir` of the jail's root.
     pub fn link(&mut self, to: &Path, (dir, name): (&str, &str)) -> io::Result<()> {
         self.steps.push(Step::Dir(text(Path::new(dir))?));
         self.steps.push(Step::Link { to: text(to)?, at: text(&Path::new(dir).join(name))? });
         Ok(())
     }
 
-    /// Returns its user, and its group likewise.
+    /// Returns the user of the jail, which is also the number of its group.
     pub fn user(&self) -> u32 {
         self.user
     }
 
-    /// Mounts the host's `path` at the same path; keeps symbolic links.
+    /// Mounts the host's `path` at the same path and keeps symbolic links.
     fn show(&mut self, path: &Path, flags: libc::c_ulong) -> io::Result<()> {
         let Ok(meta) = fs::symlink_metadata(path) else { return Ok(()) };
         let at = path.strip_prefix("/").unwrap_or(path);
@@ -212,11 +241,11 @@ impl Jail {
         Ok(())
     }
 
-    /// Enters it, as PID 1 of a namespace that the parent created. Makes only system calls, as required between fork
-    /// and exec.
+    /// Enters the jail, as PID 1 of a namespace that the parent created. Only makes system calls, as required between
+    /// fork and exec.
     pub fn enter(&self) -> io::Result<()> {
-        // SAFETY: every pointer is to a string of this jail's or a literal, which outlive the call; the calls change
-        // this process alone, which has one thread and no other use but to execute the VMM.
+        // SAFETY: every pointer is to a string of this jail or a literal, which outlive the call. The calls change
+        // only this process, which has one thread and only executes the VMM afterwards.
         unsafe {
             match &self.network {
                 None => done(libc::unshare(NAMESPACES.bits()))?,
@@ -232,7 +261,7 @@ impl Jail {
             let size = c"size=1m,mode=0755".as_ptr().cast();
             done(libc::mount(c"jail".as_ptr(), self.root.as_ptr(), c"tmpfs".as_ptr(), root_flags, size))?;
             done(libc::chdir(self.root.as_ptr()))?;
-            // The daemon's umask may be narrow; the files here are for another user.
+            // The daemon's umask may be narrow, but the files here are for another user.
             libc::umask(0o022);
             for step in &self.steps {
                 step.take()?;
@@ -240,24 +269,17 @@ impl Jail {
             if self.room {
                 make_room()?;
             }
-            done(libc::mkdir(c"proc".as_ptr(), 0o555))?;
-            done(libc::mount(
-                c"proc".as_ptr(),
-                c"proc".as_ptr(),
-                c"proc".as_ptr(),
-                root_flags,
-                std::ptr::null(),
-            ))?;
+            if !self.tool {
+                mount_proc()?;
+            }
             done(libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) as libc::c_int)?;
             done(libc::umount2(c".".as_ptr(), libc::MNT_DETACH))?;
             let seal = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | root_flags;
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
             set_groups(&self.groups)?;
-            if let Some(keeps) = self.keeps {
-                drop_from_bound(!keeps)?;
-                // A program that root executes gets the capabilities of the bounding set.
-                done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+            if self.tool {
+                self.become_tool()?;
                 return self.apply_filters();
             }
             // Some kernels permit the following only to root.
@@ -265,7 +287,7 @@ impl Jail {
             set_user(self.user)?;
             match done(libc::unshare(libc::CLONE_NEWUSER)) {
                 Ok(()) => self.map_ids()?,
-                // The jail works without one, too; `doctor` warns about it.
+                // The jail works without a user namespace, too; `doctor` warns about it.
                 Err(error) if refuses_user_namespaces(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -278,6 +300,28 @@ impl Jail {
         self.apply_filters()
     }
 
+    /// Changes to the user of a tool, with one capability that remains when its program is executed.
+    fn become_tool(&self) -> io::Result<()> {
+        let bit = OF_TOOLS.bitmask();
+        let word = bit as u32;
+        let (header, sets) = ([CAPABILITY_VERSION, 0], [word, word, word, 0, 0, 0]);
+        // SAFETY: as in `Jail::enter`.
+        unsafe {
+            if let Some(namespace) = &self.user_namespace {
+                // From here on no capability is valid on the host.
+                done(libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWUSER))?;
+            }
+            done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
+            set_user(self.user)?;
+            drop_from_bound(!bit)?;
+            done(libc::prctl(libc::PR_SET_SECUREBITS, 0, 0, 0, 0))?;
+            done(libc::syscall(libc::SYS_capset, header.as_ptr(), sets.as_ptr()) as libc::c_int)?;
+            let raise = libc::PR_CAP_AMBIENT_RAISE;
+            done(libc::prctl(libc::PR_CAP_AMBIENT, raise, libc::c_ulong::from(OF_TOOLS.index()), 0, 0))?;
+            done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        }
+    }
+
     fn apply_filters(&self) -> io::Result<()> {
         // A failure only returns a number: nothing is allocated.
         self.filters
@@ -285,9 +329,9 @@ impl Jail {
             .try_for_each(|filter| apply_filter(filter).map_err(|_| io::Error::last_os_error()))
     }
 
-    /// Enters a new user namespace with one user and one group; forbids further ones below it.
+    /// Enters a new user namespace with one user and one group, and forbids further ones below it.
     fn map_ids(&self) -> io::Result<()> {
-        // SAFETY: it changes only this process. It makes the changed user the owner of the files in /proc again.
+        // SAFETY: this changes only this process. It makes the changed user the owner of the files in /proc again.
         done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) })?;
         write(c"/proc/self/setgroups", b"deny")?;
         write(c"/proc/self/uid_map", self.ids.as_bytes())?;
@@ -296,12 +340,12 @@ impl Jail {
     }
 }
 
-/// Drops these capabilities (bits) from the bounding set.
+/// Drops these capabilities, a bit mask, from the bounding set.
 fn drop_from_bound(capabilities: u64) -> io::Result<()> {
     for capability in (0..=LAST_CAPABILITY).filter(|capability| capabilities >> capability & 1 == 1) {
-        // SAFETY: it changes this thread alone.
+        // SAFETY: this changes only this thread.
         match done(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) }) {
-            // Beyond the last one.
+            // The kernel has no further capability.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
             dropped => dropped?,
         }
@@ -309,7 +353,17 @@ fn drop_from_bound(capabilities: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Creates [`ROOM`] in the working directory. The VMM can neither remove nor replace files of others there.
+/// Mounts the processes of the PID namespace at `/proc`.
+fn mount_proc() -> io::Result<()> {
+    let (name, flags) = (c"proc".as_ptr(), libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC);
+    // SAFETY: as in `Jail::enter`.
+    unsafe {
+        done(libc::mkdir(name, 0o555))?;
+        done(libc::mount(name, name, name, flags, std::ptr::null()))
+    }
+}
+
+/// Creates [`ROOM`] in the working directory. The VMM can neither remove nor replace other users' files there.
 fn make_room() -> io::Result<()> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     // SAFETY: as in `Jail::enter`.
@@ -326,7 +380,7 @@ fn refuses_user_namespaces(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSPC | libc::EPERM | libc::EACCES))
 }
 
-/// Checks in a temporary process that the daemon's processes can have user namespaces; returns the kernel's error if
+/// Checks in a temporary process that the daemon's processes can have user namespaces. Returns the kernel's error if
 /// not.
 pub fn try_user_namespace() -> io::Result<()> {
     // SAFETY: the child makes two system calls and exits; it allocates nothing and takes no lock.
@@ -396,8 +450,9 @@ fn text(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
 }
 
-// Not the C library's functions: they have all threads of a process do the same, and wait for them. A child of a process with
-// threads has none of these, but the library's list of them: it would wait for one that was just being created for ever.
+// The C library's functions are not used. They make all threads of a process do the same, and wait for them. A child
+// of a process with threads has no other threads, but it has the library's list of them: it could wait forever for a
+// thread that was just being created.
 
 /// Sets the supplementary groups of this process, which has one thread.
 pub(crate) fn set_groups(groups: &[libc::gid_t]) -> io::Result<()> {
@@ -405,7 +460,7 @@ pub(crate) fn set_groups(groups: &[libc::gid_t]) -> io::Result<()> {
     done(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) } as libc::c_int)
 }
 
-/// Makes `user` the user and the group of this process, which has one thread.
+/// Sets the user and the group of this process, which has one thread, to `user`.
 pub(crate) fn set_user(user: libc::uid_t) -> io::Result<()> {
     // SAFETY: no pointer is passed.
     unsafe {

@@ -1,8 +1,8 @@
 //! Processes of the host that run confined: VMMs, servers of shares, helpers, tools.
 //!
-//! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those
-//! without a record; [`confinement`] shows one as the kernel reports it. [`numa`] knows the host's
-//! nodes, and [`residence`] on which of them a process's memory is; [`huge_pages`] are for memory of many processes.
+//! [`spawn`] starts a process in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds
+//! processes without a record; [`confinement`] shows a process as the kernel reports it. [`numa`] describes the host's
+//! nodes, [`residence`] the nodes that hold a process's memory, and [`huge_pages`] the memory of many processes.
 
 pub mod cgroup;
 mod child;
@@ -13,6 +13,7 @@ pub mod huge_pages;
 pub mod jail;
 pub mod numa;
 pub mod residence;
+pub mod rlimits;
 mod seccomp;
 pub mod socket;
 pub mod strays;

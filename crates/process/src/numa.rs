@@ -9,21 +9,22 @@ use sandboxer_base::Cpus;
 
 use crate::huge_pages::HUGE_PAGE;
 
-/// Fields of a node's `meminfo` whose memory a process can get at once: free pages, and caches that the kernel drops.
+/// Fields of a node's `meminfo` whose memory is available to a process at once: free pages, and caches that the kernel
+/// drops.
 const AVAILABLE: [&str; 4] = ["MemFree", "Active(file)", "Inactive(file)", "SReclaimable"];
 
 /// A node with CPUs and memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
-    /// Its number.
+    /// Number of the node.
     pub id: u32,
-    /// Its CPUs.
+    /// CPUs of the node.
     pub cpus: Cpus,
-    /// Its memory, bytes.
+    /// Memory of the node, bytes.
     pub memory_bytes: u64,
 }
 
-/// The nodes of a host. Nodes without CPUs or without memory are left out.
+/// The NUMA nodes of a host. Nodes without CPUs or without memory are left out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Topology {
     dir: PathBuf,
@@ -31,7 +32,7 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// Reads the nodes at `dir`, which is `/sys/devices/system/node` on a host. None: a kernel without NUMA.
+    /// Reads the nodes at `dir`, which is `/sys/devices/system/node` on a host. A kernel without NUMA has none.
     pub fn read(dir: &Path) -> Self {
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
         let id = |name: &str| name.strip_prefix("node")?.parse().ok();
@@ -46,7 +47,7 @@ impl Topology {
         Self { dir: dir.to_owned(), nodes }
     }
 
-    /// Returns the nodes, by number.
+    /// Returns the nodes in the order of their numbers.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -56,14 +57,15 @@ impl Topology {
         self.nodes.iter().find(|node| cpus.is_within(&node.cpus))
     }
 
-    /// Returns the memory in free huge pages of 2 MiB of a node, bytes. Pages that are reserved and not used yet are in it.
+    /// Returns the size of a node's free huge pages of 2 MiB, bytes, including pages that are reserved and not yet
+    /// used.
     pub fn huge_pages_bytes(&self, node: u32) -> io::Result<u64> {
         let path = self.dir.join(format!("node{node}/hugepages/hugepages-2048kB/free_hugepages"));
         let free: u64 = fs::read_to_string(path)?.trim().parse().map_err(io::Error::other)?;
         Ok(free.saturating_mul(HUGE_PAGE))
     }
 
-    /// Returns the memory of a node that processes can get now, bytes.
+    /// Returns the memory of a node that is available to processes now, bytes.
     pub fn available_bytes(&self, node: u32) -> io::Result<u64> {
         let text = meminfo(&self.dir, node)?;
         field(&text, "MemFree").ok_or(io::ErrorKind::InvalidData)?;
@@ -75,7 +77,7 @@ fn meminfo(dir: &Path, node: u32) -> io::Result<String> {
     fs::read_to_string(dir.join(format!("node{node}/meminfo")))
 }
 
-/// Returns the field of lines such as `Node 0 MemFree: 1234 kB`, bytes.
+/// Returns the value of a field in lines such as `Node 0 MemFree: 1234 kB`, in bytes.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| {
         let (_, rest) = line.split_once(name)?;

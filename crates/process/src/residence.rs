@@ -1,27 +1,27 @@
-//! On which NUMA nodes the memory of a process is, and its move to another.
+//! The NUMA nodes that hold the memory of a process, and the move of its memory to another node.
 
 use std::{collections::BTreeMap, fs, io};
 
 use caps::{CapSet, Capability};
 use sandboxer_base::Cpus;
 
-/// The ends of the names of files that are memory: those without a name in a file system.
+/// The end of the name of a file that is memory: such files have no name in a file system.
 const NAMELESS: &str = "\\040(deleted)";
-/// Bits of a word of the kernel's node masks.
+/// Number of bits in a word of the kernel's node masks.
 const WORD: usize = libc::c_ulong::BITS as usize;
 
-/// Memory of a process by node, bytes.
+/// The memory of a process by node, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Residence {
-    /// Its memory, with that of a template of which it is a copy: mappings without a file, of a file without a name, or of
-    /// which it has changed pages.
+    /// The process's memory, including that of a template of which it is a copy: mappings without a file, of a file
+    /// without a name, or with pages that the process has changed.
     pub memory: BTreeMap<u32, u64>,
-    /// Files that it only reads, such as its program. They are shared by all processes of the host.
+    /// Files that the process only reads, such as its program. All processes of the host share them.
     pub files: BTreeMap<u32, u64>,
 }
 
 impl Residence {
-    /// Reads that of process `pid`. The kernel walks its page tables: some ms per GiB.
+    /// Reads the memory of process `pid`. The kernel walks the process's page tables: some ms per GiB.
     pub fn of(pid: u32) -> io::Result<Self> {
         Ok(Self::parse(&fs::read_to_string(format!("/proc/{pid}/numa_maps"))?))
     }
@@ -48,25 +48,26 @@ impl Residence {
         found
     }
 
-    /// Returns how much of its memory is not on `node`, bytes.
+    /// Returns the size of the memory that is not on `node`, bytes.
     pub fn remote_bytes(&self, node: u32) -> u64 {
         self.memory.iter().filter(|(of, _)| **of != node).map(|(_, bytes)| bytes).sum()
     }
 }
 
-/// Moves the pages of process `pid` from the nodes `from` to node `to`. Returns how many pages the kernel could not move.
+/// Moves the pages of process `pid` from the nodes `from` to node `to`. Returns the number of pages that the kernel
+/// could not move.
 ///
-/// Pages that other processes map, such as those of a template, stay. For that the calling thread gives up CAP_SYS_NICE,
-/// with which the kernel would move them.
+/// Pages that other processes map, such as those of a template, stay. To ensure that, the calling thread gives up
+/// CAP_SYS_NICE, with which the kernel would move them.
 pub fn migrate(pid: u32, from: &Cpus, to: u32) -> io::Result<u64> {
     let to = Cpus::one(to).ok_or(io::ErrorKind::InvalidInput)?;
     let pid = libc::c_long::from(i32::try_from(pid).map_err(io::Error::other)?);
     let (old, new) = (mask(from), mask(&to));
     let moving = std::thread::Builder::new().name("migrate".to_owned()).spawn(move || {
         caps::drop(None, CapSet::Effective, Capability::CAP_SYS_NICE).map_err(io::Error::other)?;
-        // The kernel reads one bit less than it is told.
+        // The kernel reads one bit less than the number that it is given.
         let bits = old.len().max(new.len()) * WORD + 1;
-        // SAFETY: both masks have that many bits less one, and the call only reads them.
+        // SAFETY: both masks have one bit less than that number, and the call only reads them.
         let left = unsafe { libc::syscall(libc::SYS_migrate_pages, pid, bits, old.as_ptr(), new.as_ptr()) };
         u64::try_from(left).map_err(|_| io::Error::last_os_error())
     })?;
@@ -76,7 +77,7 @@ pub fn migrate(pid: u32, from: &Cpus, to: u32) -> io::Result<u64> {
 /// Words of the kernel's mask of at most 1024 nodes.
 const WORDS: usize = 1024 / WORD;
 
-/// Returns a set of nodes in the kernel's form. Linux has at most 1024 nodes; larger numbers are left out.
+/// Returns the kernel's form of a set of nodes. Linux has at most 1024 nodes; larger numbers are left out.
 fn mask(nodes: &Cpus) -> [libc::c_ulong; WORDS] {
     let mut mask = [0; WORDS];
     for node in nodes.iter() {

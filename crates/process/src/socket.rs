@@ -1,8 +1,8 @@
 //! Unix sockets of a VM, created before its VMM runs.
 //!
-//! The VMM inherits them listening, so a connection can be made at once and waits there until the
-//! VMM accepts it: no polling for a socket file. Paths go through a handle of the directory,
-//! because a path may be longer than the 107 bytes of a socket address.
+//! The VMM inherits them listening, so a connection can be made at once and waits there until the VMM accepts it: no
+//! polling for a socket file. Paths go through a handle of the directory, because a path may be longer than the 107
+//! bytes of a socket address.
 
 use std::{
     fs::{self, File, Permissions},
@@ -30,7 +30,7 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Same as [`listen`]; replaces an existing socket.
+/// Creates a socket like [`listen`], but replaces an existing one.
 pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     match fs::remove_file(within(&open(dir)?, name)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -38,7 +38,8 @@ pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     }
 }
 
-/// Returns a handle of the socket `dir/name`: its holder can connect by `/proc/self/fd`, if the socket's mode permits.
+/// Returns a handle of the socket `dir/name`, by which its holder can connect through `/proc/self/fd` if the socket's
+/// mode permits.
 pub fn handle(dir: &Path, name: &str) -> io::Result<OwnedFd> {
     handle_within(&open(dir)?, name)
 }
@@ -48,12 +49,12 @@ fn handle_within(dir: &File, name: &str) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
 }
 
-/// Connects to `dir/name`. Does not wait: fails if the listener's queue is full.
+/// Connects to `dir/name`. Does not wait, but fails if the listener's queue is full.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     connect_within(&open(dir)?, name)
 }
 
-/// Same as [`connect`], but does not follow a symbolic link.
+/// Connects like [`connect`], but does not follow a symbolic link.
 pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
     let file = handle_within(dir, name)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -68,7 +69,7 @@ pub fn open(dir: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
-/// Returns a path of `dir/name`, valid in this process while the handle is open.
+/// Returns a path of `dir/name` that is valid in this process while the handle is open.
 pub fn within(dir: &File, name: &str) -> PathBuf {
     format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
 }
@@ -87,7 +88,8 @@ mod tests {
         assert!(listener.accept().is_ok());
         let mode = deep.join("control.sock").metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        // Closing is not enough: a process that another test starts just now may hold a copy until it executes its program.
+        // Closing is not enough: a process that another test starts just now may hold a copy until it executes its
+        // program.
         rustix::net::shutdown(&listener, rustix::net::Shutdown::Both).unwrap();
         assert_eq!(connect(&deep, "control.sock").unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }

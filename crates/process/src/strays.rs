@@ -1,4 +1,4 @@
-//! VMMs without a record: their daemon died before it wrote the record, or the record cannot be read.
+//! VMMs without a record, because their daemon died before it wrote the record, or because the record cannot be read.
 
 use std::{
     collections::HashSet,
@@ -24,26 +24,36 @@ use crate::jail;
 /// Environment variable that marks every VMM process.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
 
+/// Name of the directory of VMs that wait for a pod, in a daemon's run directory.
+pub const POOL: &str = "pool";
+/// Name of the directory of the VM that is to be frozen, in a daemon's run directory.
+pub const TEMPLATE: &str = "template";
+
+/// Returns every process that was started for a VM of the daemon with this run directory.
+pub fn below(run_dir: &Path) -> io::Result<Vec<Stray>> {
+    Ok(all()?.into_iter().filter(|stray| stray.marked.starts_with(run_dir)).collect())
+}
+
 /// Returns every process that was started for `run_dir`.
 pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
     Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
 
-/// Why a VMM without a record could not be killed.
+/// The reason why a VMM without a record could not be killed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {path:?} to kill a process of pod {pod} without a record")]
 pub struct StrayError {
-    /// The pod.
+    /// The pod that owns the VMM.
     pub pod: SandboxId,
-    /// What was attempted.
+    /// The action that failed.
     pub action: &'static str,
-    /// The path.
+    /// The path that the attempt was about.
     pub path: PathBuf,
-    /// What the system said.
+    /// The error of the system.
     pub source: io::Error,
 }
 
-/// Kills all VMMs that were started for directories below `dir`, except those with pids in `keep`.
+/// Kills all VMMs that were started for directories below `dir`, except those with PIDs in `keep`.
 pub fn end_below(owner: &SandboxId, dir: &Path, keep: &HashSet<u32>) -> Result<(), StrayError> {
     end_those(owner, |stray| stray.marked.starts_with(dir) && !keep.contains(&stray.pid))
 }
@@ -62,17 +72,17 @@ fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), Str
 
 const PROC: &str = "/proc";
 
-/// A process that a daemon started for a VM, held by pidfd: its pid may be reused.
+/// A process that a daemon started for a VM, held by pidfd because its PID may be reused.
 #[derive(Debug)]
 pub struct Stray {
-    /// Its pid.
+    /// PID of the process.
     pub pid: u32,
-    /// Directory of the VM at its start.
+    /// Directory of the VM when it started.
     marked: PathBuf,
     held: OwnedFd,
 }
 
-/// Returns every process with [`MARK`].
+/// Returns every process that has [`MARK`] in its environment.
 pub fn all() -> io::Result<Vec<Stray>> {
     let mark = format!("{MARK}=");
     let marked = |variable: &[u8]| {
@@ -84,7 +94,7 @@ pub fn all() -> io::Result<Vec<Stray>> {
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
             continue;
         };
-        // Opens the pidfd before reading: the pid may be reused meanwhile, the pidfd cannot.
+        // Opens the pidfd before reading: the PID may be reused meanwhile, the pidfd cannot.
         let Ok(held) = pidfd_open(pid, PidfdFlags::empty()) else {
             continue;
         };
@@ -99,19 +109,33 @@ pub fn all() -> io::Result<Vec<Stray>> {
 }
 
 impl Stray {
-    /// Returns whether it belongs to the VM with the current directory `run_dir`, which was created there or below `pool`.
+    /// Returns whether the process belongs to the VM with the current directory `run_dir`, which was created there or
+    /// below `pool`.
     pub fn is_of(&self, run_dir: &Path, pool: &Path) -> bool {
         if self.marked.starts_with(run_dir) {
             return true;
         }
-        // The VM was in the pool: its directory was moved, but the process' environment has the old path.
+        // The VM was in the pool: its directory was moved, but the process's environment has the old path.
         if !self.marked.starts_with(pool) || self.marked.exists() {
             return false;
         }
-        let Ok(dir) = fs::metadata(run_dir) else { return false };
+        self.stands_in(run_dir)
+    }
+
+    /// Returns whether the process belongs to a VM without a pod: a VM in the pool, or a template that is being made.
+    /// `run_dir` is the daemon's.
+    pub fn is_spare(&self, run_dir: &Path) -> bool {
+        let no_pods = [POOL, TEMPLATE].iter().any(|name| self.marked.starts_with(run_dir.join(name)));
+        // If a pod got the VM, its directory was moved.
+        no_pods && self.stands_in(&self.marked)
+    }
+
+    /// Returns whether the process was started in the directory that is now at this path.
+    fn stands_in(&self, dir: &Path) -> bool {
+        let Ok(dir) = fs::metadata(dir) else { return false };
         let stands_in = fs::metadata(self.proc().join("cwd"))
             .is_ok_and(|cwd| (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()));
-        // The working directory of a jailed one is in its jail, but its user belongs to that directory.
+        // The working directory of a jailed process is in its jail, but its user belongs to that directory.
         let user = || {
             let process = procfs::process::Process::new(i32::try_from(self.pid).ok()?).ok()?;
             Some(process.status().ok()?.ruid)
@@ -119,13 +143,13 @@ impl Stray {
         stands_in || user() == Some(jail::user_of(&dir))
     }
 
-    /// Returns its command name (`comm`); empty if it has ended.
+    /// Returns the command name (`comm`) of the process; empty if it has ended.
     pub fn command(&self) -> String {
         let name = fs::read(self.proc().join("comm")).unwrap_or_default();
         String::from_utf8_lossy(&name).trim_end().to_owned()
     }
 
-    /// Kills it. No error if it has ended.
+    /// Kills the process. No error if it has ended.
     pub fn end(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.held, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -133,7 +157,7 @@ impl Stray {
         }
     }
 
-    /// Waits for its end. Returns false if it has not ended by `deadline`. Blocks.
+    /// Waits for the end of the process. Returns false if it has not ended by `deadline`. Blocks.
     pub fn wait(&self, deadline: Instant) -> io::Result<bool> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(60));
@@ -146,7 +170,7 @@ impl Stray {
         }
     }
 
-    /// Returns its pidfd.
+    /// Returns the pidfd of the process.
     pub fn into_pidfd(self) -> OwnedFd {
         self.held
     }
@@ -190,7 +214,7 @@ mod tests {
         let mut sleeper = std::process::Command::new("sleep");
         let mut child = sleeper.arg("60").env(MARK, &born).current_dir(&born).spawn().unwrap();
         let found = || all().unwrap().into_iter().find(|stray| stray.pid == child.id()).unwrap();
-        // It is in the pool.
+        // The VM is in the pool.
         assert!(!found().is_of(&run_dir, &pool));
         fs::rename(&born, &run_dir).unwrap();
         let stray = found();

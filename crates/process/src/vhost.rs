@@ -1,7 +1,8 @@
-//! The kernel's threads that carry packets between a VMM's taps and its guest (vhost-net), one for each network interface.
+//! The kernel threads that carry packets between a VMM's taps and its guest (vhost-net), one for each network
+//! interface.
 //!
-//! Since Linux 6.4 they are threads of the VMM. An older kernel makes each a process, in the control group that the VMM is in at that
-//! moment. It ends with the VMM, but does not follow it into another group.
+//! Since Linux 6.4 they are threads of the VMM. An older kernel creates a process for each, in the control group that
+//! the VMM is in at that moment. The process ends with the VMM, but does not follow it into another group.
 
 use std::{fs, io};
 
@@ -10,9 +11,9 @@ use super::cgroup;
 /// The carriers of one VMM's packets.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Carriers {
-    /// Those that are threads of the VMM.
+    /// IDs of carriers that are threads of the VMM.
     pub threads: Vec<u32>,
-    /// Those that are processes.
+    /// IDs of carriers that are processes.
     pub processes: Vec<u32>,
 }
 
@@ -28,7 +29,7 @@ pub fn find(pid: u32, count: usize) -> io::Result<Carriers> {
         return Ok(Carriers { threads, processes: Vec::new() });
     }
     let mut beside = cgroup::beside(pid)?;
-    // They were made right after the VMM.
+    // The carriers were created right after the VMM.
     beside.sort_by_key(|other| other.wrapping_sub(pid));
     let processes = beside.into_iter().filter(|other| is_one(&format!("/proc/{other}/comm")));
     let processes = processes.take(count - threads.len()).collect();
@@ -36,15 +37,15 @@ pub fn find(pid: u32, count: usize) -> io::Result<Carriers> {
 }
 
 impl Carriers {
-    /// Lets them not interrupt the threads that they serve: where a guest and its carrier share a processor, a carrier finds several
-    /// packets at once.
+    /// Gives the carriers SCHED_BATCH so that they do not preempt vCPUs; a carrier that shares a CPU with its guest
+    /// then handles several packets per wake-up.
     ///
-    /// Otherwise the kernel gives a carrier the processor for each packet, with an exit of the guest and an interrupt. A carrier with a
-    /// processor of its own runs as before.
+    /// Otherwise the kernel gives a carrier the CPU for each packet, at the cost of an exit of the guest and an
+    /// interrupt. A carrier with a CPU of its own runs as before.
     pub fn serve_in_batches(&self) -> io::Result<()> {
         self.threads.iter().chain(&self.processes).try_for_each(|&thread| {
             let parameter = libc::sched_param { sched_priority: 0 };
-            // SAFETY: the parameter outlives the call, which keeps nothing of it.
+            // SAFETY: the parameter outlives the call, which keeps no reference to it.
             match unsafe {
                 libc::sched_setscheduler(thread.cast_signed(), libc::SCHED_BATCH, &raw const parameter)
             } {
@@ -58,6 +59,7 @@ impl Carriers {
 #[cfg(test)]
 mod tests {
     use std::{
+        os::unix::fs::symlink,
         process,
         sync::mpsc,
         thread::{self, Builder},
@@ -92,10 +94,11 @@ mod tests {
 
     #[test]
     fn a_process_is_found_in_the_vmms_control_group() {
-        // Its name is that of a carrier of this process.
+        // A link gives the process the name of a carrier of this one. A copy would still be open for writing in a
+        // child that another test forks just then, and could not be executed.
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join(format!("vhost-{}", process::id()));
-        fs::copy("/bin/sleep", &program).unwrap();
+        symlink("/bin/sleep", &program).unwrap();
         let mut carrier = process::Command::new(&program).arg("60").spawn().unwrap();
         let found = find(process::id(), 1);
         carrier.kill().unwrap();

@@ -1,39 +1,40 @@
 //! Parameters on the guest kernel's command line.
 //!
-//! Parameters look like `sandboxer.link=<64 hex digits>`; everything else on the command line
-//! belongs to the kernel and is ignored here.
+//! Parameters look like `sandboxer.link=<64 hex digits>`. Everything else on the command line belongs to the kernel and
+//! is ignored here.
 
 use std::fmt;
 
 use crate::link::LinkKey;
 
-/// Name of the virtio-serial port of the agent's link.
+/// The name of the virtio-serial port of the agent's link.
 pub const AGENT_PORT: &str = "org.sandboxer.agent";
 
-/// vsock port on which the agent listens if the guest has a vsock. When it listens, it connects to the
-/// same port of its host and disconnects.
+/// The vsock port on which the agent listens if the guest has a vsock. Once the agent listens, it connects to the same
+/// port of its host and disconnects.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
-/// Words on the kernel command line of every VM.
+/// The words on the kernel command line of every VM.
 ///
-/// A panic resets the VM. In a guest with few CPUs, RCU grace periods are short if expedited; mounts and control groups wait for
-/// many of them. A VM that waited in the pool was stopped, not stalled: without the word about stalls Firecracker's guests print a stack at
-/// each claim.
+/// A panic resets the VM. In a guest with few CPUs, expedited RCU grace periods are short; mounts and control groups
+/// wait for many of them. A VM that waited in the pool was stopped, not stalled: without the word about stalls,
+/// Firecracker's guests print a stack at each claim.
 ///
-/// The kernel keeps data of each processor in units. By default a unit is 2 MiB, and each further one has a table of 4 MiB, filled with
-/// zeroes, of the owners of its objects. The first container needs a further one. Units of pages are a tenth of that.
+/// The kernel keeps the data of each processor in units. By default a unit has 2 MiB, and each unit after the first has
+/// a table of 4 MiB of the owners of its objects, filled with zeroes. The first container needs a second unit. Units of
+/// pages have a tenth of that.
 ///
-/// Until the agent runs, the kernel prints only what is worse than an error. On QEMU it prints an error in each boot: that it found no PCI, which
-/// it was told not to look for. Each of these 51 characters is an exit, of 80 µs in all.
+/// Until the agent runs, the kernel prints only messages worse than errors. On QEMU it prints an error in each boot:
+/// that it found no PCI, although it must not look for it. Each of these 51 characters is an exit, 80 µs in all.
 pub const KERNEL_WORDS: &str = "console=ttyS0 quiet loglevel=3 panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 \
      rcupdate.rcu_cpu_stall_suppress=1 percpu_alloc=page";
 
-/// Words on the kernel command line of a VM that cannot be powered off, but ends when it resets itself: of one that the keyboard controller
-/// resets, and of one without ACPI.
+/// The words on the kernel command line of a VM that cannot be powered off, but ends when it resets itself: through the
+/// keyboard controller, and without ACPI.
 pub const RESET_ENDS: [&str; 2] = ["reboot=k", "acpi=off"];
 
-/// Set in the agent's environment if its VM is to be frozen as a template. The kernel passes it on from its command line: it does so with each
-/// word `NAME=VALUE` that it does not know and that has no dot.
+/// The variable that is set in the agent's environment if its VM is to be frozen as a template. The kernel copies it
+/// from its command line, as it does with each word `NAME=VALUE` that it does not know and that has no dot.
 pub const TEMPLATE: &str = "SANDBOXER_TEMPLATE";
 
 /// Returns the initial Ethernet address of network device `nic` of a VM, by which the agent identifies it.
@@ -42,21 +43,21 @@ pub const fn first_mac(nic: u8) -> [u8; 6] {
     [0x02, b's', b'b', b'x', 0, nic]
 }
 
-/// Parameters the daemon gives the agent at boot.
+/// The parameters that the daemon gives the agent at boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BootParams {
-    /// Key of the link.
+    /// The key of the link.
     pub link_key: LinkKey,
-    /// Filter of the agent's log on the console, as in `RUST_LOG`.
+    /// The filter of the agent's log on the console, as in `RUST_LOG`.
     pub log: Option<String>,
-    /// The VM is to be frozen as a template: see [`TEMPLATE`].
+    /// Whether the VM is to be frozen as a template: see [`TEMPLATE`].
     pub template: bool,
 }
 
 /// Why a command line has no valid [`BootParams`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidBootParams {
-    /// The key is missing.
+    /// The command line has no key.
     #[error("kernel command line has no sandboxer.link=…")]
     NoLinkKey,
     /// The key is malformed.

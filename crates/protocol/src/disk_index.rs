@@ -6,29 +6,30 @@
 //! …
 //! ```
 //!
-//! Zeroes fill the rest. Slot 0 is the guest's second disk. A disk is there once its slot's device has so many sectors.
+//! Zeroes fill the rest. Slot 0 is the guest's second disk. A disk exists once its slot's device has this number of
+//! sectors.
 
 /// The word on a guest's kernel command line that says that its first disk is an index.
 pub const WORD: &str = "sandboxer.disks=index";
-/// Its size, bytes.
+/// The size of the index, bytes.
 pub const BYTES: usize = 4096;
-/// Bytes of a sector.
+/// The size of a sector, bytes.
 pub const SECTOR: usize = 512;
-/// Its first line.
+/// The first line of the index.
 const TITLE: &str = "sandboxer disks 1";
 
 /// A disk in a slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Number of the slot, from 0.
+    /// The number of the slot, from 0.
     pub slot: usize,
-    /// Size of the disk.
+    /// The size of the disk, sectors.
     pub sectors: u64,
-    /// Name of the disk.
+    /// The serial number of the disk.
     pub serial: String,
 }
 
-/// Formats an index; entries beyond its size are left out.
+/// Formats an index. Leaves out entries that do not fit.
 pub fn format<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Vec<u8> {
     let mut text = format!("{TITLE}\n").into_bytes();
     for Entry { slot, sectors, serial } in entries {

@@ -1,4 +1,4 @@
-//! ttrpc's frames over a stream that is polled, for those who keep many streams open: what waits has no buffer.
+//! ttrpc's frames over a polled stream, for programs with many open streams: a stream that waits has no buffer.
 
 use std::{
     collections::VecDeque,
@@ -13,21 +13,21 @@ use ttrpc::{
     proto::{MESSAGE_HEADER_LENGTH, MESSAGE_LENGTH_MAX},
 };
 
-/// Memory that an empty queue keeps, bytes.
+/// The memory that an empty queue keeps, bytes.
 const KEPT: usize = 256;
 
-/// Reads frames.
+/// A reader of frames.
 #[derive(Debug, Default)]
 pub struct Incoming {
     head: [u8; MESSAGE_HEADER_LENGTH],
     body: Vec<u8>,
-    /// Bytes read of both.
+    /// The number of bytes read of the header and the body.
     read: usize,
 }
 
 impl Incoming {
-    /// Waits for the next frame. `check` sees all bytes as they come, before there is space for what a header announces. The end of
-    /// the stream is an error.
+    /// Waits for the next frame. `check` gets all bytes as they arrive, before space is allocated for the length in a
+    /// header. The end of the stream is an error.
     pub fn poll(
         &mut self,
         cx: &mut Context<'_>,
@@ -67,7 +67,7 @@ impl Incoming {
     }
 }
 
-/// What is wrong with a message of this length.
+/// Returns the error text for a message of this length.
 pub fn too_long(length: usize) -> String {
     format!("message length {length} exceed maximum message size of {MESSAGE_LENGTH_MAX}")
 }
@@ -77,7 +77,7 @@ pub fn too_long(length: usize) -> String {
 pub struct Outgoing(VecDeque<u8>);
 
 impl Outgoing {
-    /// Adds bytes.
+    /// Adds bytes to the queue.
     pub fn push(&mut self, bytes: &[u8]) {
         self.0.extend(bytes);
     }
@@ -87,7 +87,7 @@ impl Outgoing {
         self.0.len()
     }
 
-    /// Returns whether there are none.
+    /// Returns whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -4,19 +4,19 @@ use std::{borrow::Borrow, fmt, str::FromStr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
-/// Longest identifier accepted, bytes. containerd's own limit is 76.
+/// The longest identifier accepted, bytes. containerd's own limit is 76.
 pub const MAX_LEN: usize = 128;
 
 /// Why a string is not an identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidId {
-    /// It is empty.
+    /// The string is empty.
     #[error("identifier is empty")]
     Empty,
-    /// Longer than [`MAX_LEN`].
+    /// The string is longer than [`MAX_LEN`].
     #[error("identifier has {0} bytes, at most {MAX_LEN} are accepted")]
     TooLong(usize),
-    /// A character that could leave a directory or confuse a log.
+    /// A character of the string could leave a directory or confuse a log.
     #[error(
         "identifier {0:?} has a character other than letters, digits, '-', '_' and '.', or starts with one of the last three"
     )]
@@ -29,11 +29,11 @@ pub enum InvalidId {
 #[serde(try_from = "String", into = "String")]
 pub struct Id(Arc<str>);
 
-/// Identifier of a pod's sandbox, chosen by containerd.
+/// The identifier of a pod's sandbox, chosen by containerd.
 pub type SandboxId = Id;
-/// Identifier of a container, chosen by containerd.
+/// The identifier of a container, chosen by containerd.
 pub type ContainerId = Id;
-/// Identifier of an additional process in a container, chosen by containerd.
+/// The identifier of an additional process in a container, chosen by containerd.
 pub type ExecId = Id;
 
 impl Id {

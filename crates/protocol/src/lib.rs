@@ -12,6 +12,8 @@
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
 
 pub mod boot;
+use std::ops::RangeInclusive;
+
 pub mod check;
 pub mod disk_index;
 pub mod frames;
@@ -21,14 +23,26 @@ pub mod mark;
 pub mod share;
 pub mod stage;
 
-/// Version of the protocol between the daemon and an agent.
+/// The version of the protocol between the daemon and an agent.
 ///
-/// Increased with every incompatible change. Both sides refuse another version and name both
+/// Incremented with every incompatible change. Both sides refuse a version that is not in [`SPOKEN`], and name both
 /// versions.
 pub const PROTOCOL_VERSION: u32 = 6;
 
-/// Directory of the pod's volumes in a guest, each in a directory named by its identifier.
+/// The versions that daemon and agent speak. A guest keeps the agent with which it was started, so the daemon of the
+/// next release must speak with it, and after a downgrade the daemon of the previous release.
+pub const SPOKEN: RangeInclusive<u32> = 6..=PROTOCOL_VERSION;
+
+// Otherwise an upgrade would lose every pod of its node. Agents of version 5 and earlier accept no other version.
+const _: () =
+    assert!(PROTOCOL_VERSION == 6 || *SPOKEN.start() < PROTOCOL_VERSION, "speak the version before, too");
+
+/// The directory of the pod's volumes in a guest, each in a directory named by its identifier.
 pub const VOLUMES_DIR: &str = "/run/sandboxer/volumes";
+
+/// The source of a bind mount in a container's spec that stands for a new directory on the container's own disk, with a
+/// copy of the image's files at the mount's target.
+pub const IMAGE_VOLUME: &str = "/run/sandboxer/image-volume";
 
 /// The agent's service and messages, generated from `proto/agent.proto`.
 #[allow(
@@ -48,7 +62,7 @@ pub mod agent {
         include!(concat!(env!("OUT_DIR"), "/agent/agent_ttrpc.rs"));
     }
 
-    /// Makes the calls of an [`AgentClient`].
+    /// The transport of an [`AgentClient`]'s calls.
     pub trait Caller {
         /// Makes one call.
         fn request(
@@ -107,4 +121,11 @@ pub mod introspection {
 #[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
 pub mod containers {
     tonic::include_proto!("containerd.services.containers.v1");
+}
+
+/// The part of containerd's tasks service that the daemon calls, generated from `proto/containerd`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod tasks {
+    tonic::include_proto!("containerd.services.tasks.v1");
 }

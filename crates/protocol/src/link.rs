@@ -1,8 +1,8 @@
 //! The byte stream between daemon and agent, and how its two ends find each other on it.
 //!
-//! A virtio-serial port is one endless stream: when the daemon dies and a new one connects, or
-//! when a guest is restored, parts of old frames are still in both directions of the stream. So each
-//! session starts with a greeting that both ends can find among other bytes:
+//! A virtio-serial port is one endless stream: when the daemon dies and a new one connects, or when a guest is
+//! restored, parts of old frames are still in both directions of the stream. So each session starts with a greeting
+//! that both ends can find among other bytes:
 //!
 //! ```text
 //! host → guest   hello     key[32] nonce[8] version:u32
@@ -10,13 +10,16 @@
 //! after that     ttrpc frames, the guest being the server
 //! ```
 //!
-//! Integers are big-endian. The key is random and per pod, so no payload contains it by accident;
-//! the nonce is random and per session, so an old welcome is not mistaken for a new one. The
-//! guest searches the key in everything it receives and starts a new session wherever it finds it;
-//! the host drops all it reads before its welcome. A vsock connection does not need this, but
-//! uses the same handshake.
+//! Integers are big-endian. The key is random and per pod, so no payload contains it by accident; the nonce is random
+//! and per session, so an old welcome is not mistaken for a new one. The guest searches for the key in all received
+//! bytes, and starts a new session wherever it finds it; the host drops all bytes before its welcome. A vsock
+//! connection does not need this, but uses the same handshake.
+//!
+//! The session has the version of the hello, if the guest speaks it. Otherwise the guest refuses, and its welcome has
+//! its own version: the host greets it again with that version, if it speaks it. So either end may be one release older
+//! than the other.
 
-use std::{fmt, io};
+use std::{fmt, io, ops::RangeInclusive};
 
 use memchr::memmem::Finder;
 use protobuf::Message;
@@ -26,28 +29,29 @@ use tokio::{
     sync::{mpsc, watch},
 };
 
-use crate::{PROTOCOL_VERSION, agent::Ready};
+use crate::{SPOKEN, agent::Ready};
 
 const NONCE_LEN: usize = 8;
 const VERSION_LEN: usize = 4;
-/// Maximum welcome payload, bytes: limits what the host buffers for a guest.
+/// The maximum payload of a welcome, bytes, which limits what the host buffers for a guest.
 const MAX_READY: usize = 4096;
-/// Maximum stale bytes that the host drops before it gives up on a guest, 64 MiB: sixteen times the
-/// largest ttrpc message.
+/// The maximum of stale bytes that the host drops before it gives up on a guest, 64 MiB: sixteen times the largest
+/// ttrpc message.
 const MAX_STALE: usize = 64 << 20;
-/// Bytes moved at once between port and session: as many as a virtio-serial port of Linux takes in one write.
+/// The number of bytes moved at once between port and session: as many as a virtio-serial port of Linux accepts in one
+/// write.
 const CHUNK: usize = 32 << 10;
 
-/// Marks the greetings of one guest's link. Random, per pod.
+/// The key that marks the greetings of one guest's link. It is random, per pod.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LinkKey([u8; Self::LEN]);
 
 impl LinkKey {
-    /// Length in bytes.
+    /// The length of a key, bytes.
     pub const LEN: usize = 32;
 
-    /// Returns the key made of these bytes.
+    /// Returns the key with these bytes.
     pub const fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
@@ -67,7 +71,7 @@ impl LinkKey {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Reads what [`LinkKey::to_hex`] wrote.
+    /// Parses the result of [`LinkKey::to_hex`].
     pub fn from_hex(text: &str) -> Option<Self> {
         if text.len() != 2 * Self::LEN || !text.is_ascii() {
             return None;
@@ -106,17 +110,17 @@ pub enum LinkError {
     /// The stream broke.
     #[error("link to the agent broke during the greeting")]
     Io(#[from] io::Error),
-    /// The two have different protocol versions.
+    /// Host and guest have no protocol version in common.
     #[error(
         "host speaks agent protocol {host}, guest speaks {guest}: use the initramfs built with this daemon"
     )]
     Version {
-        /// The daemon's [`PROTOCOL_VERSION`].
+        /// The newest version of the daemon.
         host: u32,
-        /// The agent's.
+        /// The version of the agent.
         guest: u32,
     },
-    /// The agent refused, with its reason.
+    /// The agent refused the session, for this reason.
     #[error("agent refused the session: {0}")]
     Refused(String),
     /// The guest sent an invalid message.
@@ -124,15 +128,36 @@ pub enum LinkError {
     Malformed(&'static str),
 }
 
-/// Opens a session as the host. Waits for the guest: the caller sets the
-/// deadline. `stream` then carries ttrpc.
+/// Opens a session as the host. Waits for the guest; the caller sets the deadline. `stream` then carries ttrpc.
 pub async fn greet<S>(stream: &mut S, key: &LinkKey) -> Result<Ready, LinkError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    greet_in(stream, key, SPOKEN).await
+}
+
+/// Same as [`greet`], for a host that speaks these versions.
+async fn greet_in<S>(stream: &mut S, key: &LinkKey, spoken: RangeInclusive<u32>) -> Result<Ready, LinkError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let newest = *spoken.end();
+    match greet_with(stream, key, newest).await {
+        Err(LinkError::Version { guest, .. }) if guest != newest && spoken.contains(&guest) => {
+            greet_with(stream, key, guest).await
+        }
+        answer => answer,
+    }
+}
+
+/// Greets with one version, which the session then has.
+async fn greet_with<S>(stream: &mut S, key: &LinkKey, version: u32) -> Result<Ready, LinkError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let nonce: [u8; NONCE_LEN] = rand::random();
     let mark = [&key.0[..], &nonce].concat();
-    let hello = [&mark[..], &PROTOCOL_VERSION.to_be_bytes()].concat();
+    let hello = [&mark[..], &version.to_be_bytes()].concat();
     stream.write_all(&hello).await?;
     stream.flush().await?;
 
@@ -148,7 +173,7 @@ where
         }
         scanner.fill(stream).await?;
     }
-    let version = u32::from_be_bytes(scanner.read(stream).await?);
+    let guest = u32::from_be_bytes(scanner.read(stream).await?);
     let length = usize::from(u16::from_be_bytes(scanner.read(stream).await?));
     if length > MAX_READY {
         return Err(LinkError::Malformed("ready message is over 4096 bytes"));
@@ -161,8 +186,8 @@ where
     }
     let ready =
         Ready::parse_from_bytes(&scanner.held).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
-    if version != PROTOCOL_VERSION {
-        return Err(LinkError::Version { host: PROTOCOL_VERSION, guest: version });
+    if guest != version {
+        return Err(LinkError::Version { host: version, guest });
     }
     if !ready.refusal.is_empty() {
         return Err(LinkError::Refused(ready.refusal));
@@ -170,9 +195,8 @@ where
     Ok(ready)
 }
 
-/// Serves the guest's end of `port` until it fails: each greeting ends the session before it and
-/// sends the next one to `sessions`. Calls `ready` for each. A key that changes during a
-/// session is used from the next greeting on.
+/// Serves the guest's end of `port` until it fails: each greeting ends the previous session and sends the next one to
+/// `sessions`. Calls `ready` for each. A key that changes during a session is used from the next greeting on.
 pub async fn serve<P>(
     port: P,
     key: watch::Receiver<LinkKey>,
@@ -182,9 +206,23 @@ pub async fn serve<P>(
 where
     P: AsyncRead + AsyncWrite,
 {
+    serve_in(port, key, ready, sessions, SPOKEN).await
+}
+
+/// Same as [`serve`], for a guest that speaks these versions.
+async fn serve_in<P>(
+    port: P,
+    key: watch::Receiver<LinkKey>,
+    ready: impl Fn() -> Ready,
+    sessions: mpsc::Sender<DuplexStream>,
+    spoken: RangeInclusive<u32>,
+) -> io::Result<()>
+where
+    P: AsyncRead + AsyncWrite,
+{
     let (from_host, to_host) = tokio::io::split(port);
     let (welcomes, accepted) = mpsc::channel(1);
-    tokio::try_join!(receive(from_host, key, ready, sessions, welcomes), send(to_host, accepted))?;
+    tokio::try_join!(receive(from_host, key, ready, sessions, welcomes, spoken), send(to_host, accepted))?;
     Ok(())
 }
 
@@ -197,12 +235,13 @@ async fn receive<R: AsyncRead>(
     ready: impl Fn() -> Ready,
     sessions: mpsc::Sender<DuplexStream>,
     welcomes: mpsc::Sender<Welcome>,
+    spoken: RangeInclusive<u32>,
 ) -> io::Result<()> {
     let gone = || io::Error::other("agent no longer accepts sessions");
     let mut scanner = Scanner::new(&key.borrow_and_update().0);
     let mut session: Option<WriteHalf<DuplexStream>> = None;
     loop {
-        // Before the bytes just read are scanned: a host greets with the new key once it is confirmed.
+        // The key changes before the bytes just read are scanned: a host greets with the new key once it is confirmed.
         if key.has_changed().unwrap_or(false) {
             scanner.look_for(&key.borrow_and_update().0);
         }
@@ -222,26 +261,28 @@ async fn receive<R: AsyncRead>(
         let host_version = u32::from_be_bytes(scanner.read(&mut port).await?);
         let mut words = ready();
         let mut outgoing = None;
-        if host_version == PROTOCOL_VERSION {
+        let mut version = host_version;
+        if spoken.contains(&host_version) {
             let (ours, theirs) = tokio::io::duplex(CHUNK);
             let (read, write) = tokio::io::split(ours);
             sessions.send(theirs).await.map_err(|_| gone())?;
             (session, outgoing) = (Some(write), Some(read));
         } else {
+            version = *spoken.end();
             words.refusal = format!(
-                "guest speaks agent protocol {PROTOCOL_VERSION}, host speaks {host_version}: \
+                "guest speaks agent protocol {version}, host speaks {host_version}: \
                  use the initramfs built with this daemon"
             );
         }
-        let welcome = [&key.borrow().0[..], &nonce, &encode_welcome(&words)?].concat();
+        let welcome = [&key.borrow().0[..], &nonce, &encode_welcome(&words, version)?].concat();
         welcomes.send((welcome, outgoing)).await.map_err(|_| gone())?;
     }
 }
 
-fn encode_welcome(ready: &Ready) -> io::Result<Vec<u8>> {
+fn encode_welcome(ready: &Ready, version: u32) -> io::Result<Vec<u8>> {
     let payload = ready.write_to_bytes().map_err(io::Error::other)?;
     let length = u16::try_from(payload.len()).map_err(io::Error::other)?;
-    Ok([&PROTOCOL_VERSION.to_be_bytes()[..], &length.to_be_bytes(), &payload].concat())
+    Ok([&version.to_be_bytes()[..], &length.to_be_bytes(), &payload].concat())
 }
 
 async fn send<W: AsyncWrite>(
@@ -274,11 +315,11 @@ async fn send<W: AsyncWrite>(
     }
 }
 
-/// Finds a mark in a stream of chunks.
+/// A search for a mark in a stream of chunks.
 struct Scanner {
     finder: Finder<'static>,
     held: Vec<u8>,
-    /// Bytes at the beginning of what is held that were handed out already. 0 behind a mark.
+    /// The number of bytes at the beginning of the buffer that were returned already; 0 behind a mark.
     given: usize,
     found: bool,
 }
@@ -301,13 +342,12 @@ impl Scanner {
         }
     }
 
-    /// Takes all bytes before a mark; afterwards [`Scanner::found`] tells whether a mark followed
-    /// (it is consumed).
+    /// Removes all bytes before a mark; afterwards [`Scanner::found`] returns whether a mark followed (which is
+    /// consumed).
     ///
-    /// It does not wait for more bytes: a possible beginning of a mark is returned, too, and
-    /// remembered. If it was held back, a frame that happens to end with the mark's first byte would
-    /// be incomplete, and no more comes until that frame is answered. Returned before a mark it does
-    /// no harm, since the mark ends that session.
+    /// Does not wait for more bytes: a possible beginning of a mark is returned, too, and remembered. If it was held
+    /// back, a frame that happens to end with the mark's first byte would be incomplete, and no more bytes come until
+    /// that frame is answered. Returning it before a mark does no harm, since the mark ends that session.
     fn take_before(&mut self) -> Vec<u8> {
         let mark = self.finder.needle();
         if let Some(at) = self.finder.find(&self.held) {

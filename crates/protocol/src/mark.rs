@@ -28,7 +28,7 @@ const fn mark(version: u32) -> [u8; WORDS.len() + DIGITS] {
 
 /// Returns the protocol version in an agent's file; `None` without a mark.
 pub fn find(agent: &[u8]) -> Option<u32> {
-    // Programs that search the mark contain its text, too, without digits after it.
+    // Programs that search for the mark contain its text, too, but without digits after it.
     memchr::memmem::find_iter(agent, WORDS).find_map(|at| {
         let digits = agent.get(at + WORDS.len()..)?.get(..DIGITS)?;
         std::str::from_utf8(digits).ok()?.parse().ok()

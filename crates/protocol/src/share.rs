@@ -1,4 +1,4 @@
-//! Transport of a guest's file requests to its share server, and of the answers.
+//! The transport of a guest's file requests to its share server, and of the responses.
 //!
 //! The messages are those of `/dev/fuse` (Linux' `include/uapi/linux/fuse.h`):
 //!
@@ -9,9 +9,9 @@
 //!
 //! There are two transports, depending on the VM; neither passes through the daemon:
 //!
-//! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, directly between
-//!   the server's socket and the guest's memory; a virtio-serial port moves 4 KiB.
-//! - **Streams**, [`SLOTS`] of them, each carrying one request and then its answer. Each begins with a key
+//! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, directly
+//!   between the server's socket and the guest's memory; a virtio-serial port moves 4 KiB.
+//! - **Streams**, [`SLOTS`] of them, each carrying one request and then its response. Each begins with a key
 //!   ([`crate::link::LinkKey`]) that the agent gets from the daemon: any process in a guest can connect to its host.
 //!
 //! All integers are little-endian, as on the only supported architecture.
@@ -31,8 +31,9 @@ pub const DISK_SERIAL: &str = "shares";
 /// The host's vsock port of the streams.
 pub const VSOCK_PORT: u32 = 1025;
 
-/// A disk as a mailbox. Each slot is a part of it: a request is written at its beginning, and the answer read at
-/// [`disk::ANSWER`]. Reading an answer makes the server execute the request, which is completely written by then.
+/// The layout of a disk that serves as a mailbox. Each slot is a part of it: a request is written at its beginning, and
+/// the response is read at [`disk::ANSWER`]. Reading a response makes the server execute the request, which is
+/// completely written by then.
 ///
 /// ```text
 /// slot     0 request …                 ANSWER … state head data …
@@ -45,30 +46,30 @@ pub mod disk {
     pub const SLOT: usize = 4 << 20;
     /// Bytes of the disk.
     pub const SIZE: usize = SLOTS * SLOT;
-    /// Bytes of a sector: requests and answers are moved in whole ones.
+    /// Bytes of a sector: requests and responses are moved in whole sectors.
     pub const SECTOR: usize = 512;
     /// Maximum bytes of a request.
     pub const REQUEST: usize = MAX_MESSAGE;
-    /// Offset of a slot's answer.
+    /// Offset of a slot's response.
     pub const ANSWER: usize = 2 << 20;
-    /// Offset of the first used sector of an answer, from [`ANSWER`] on.
+    /// Offset of the first used sector of a response, from [`ANSWER`] on.
     pub const FIRST: usize = DATA - SECTOR;
     /// Offset of the message, likewise: the file's bytes after its head are page-aligned.
     pub const MESSAGE: usize = DATA - super::ANSWER_HEAD;
     /// Offset of the state: [`DONE`] or [`LATER`].
     pub const STATE: usize = MESSAGE - 4;
-    /// Maximum bytes of an answer, from [`ANSWER`] on.
+    /// Maximum bytes of a response, from [`ANSWER`] on.
     pub const ANSWER_LENGTH: usize = DATA + MAX_DATA;
-    /// The answer is complete. With length 0 there is no answer.
+    /// The response is complete. With length 0 there is no response.
     pub const DONE: u32 = 1;
-    /// There is no answer yet; read again.
+    /// There is no response yet; read again.
     pub const LATER: u32 = 2;
-    /// Offset of the bytes after an answer's head.
+    /// Offset of the bytes after a response's head.
     const DATA: usize = 4096;
-    /// Maximum bytes after the head of answers to most requests.
+    /// Maximum bytes after the head of responses to most requests.
     const PLAIN: usize = 4096;
 
-    /// Returns how many bytes of the answer to `request` are to be read, from [`FIRST`] on.
+    /// Returns the number of bytes of the response to `request` that must be read, from [`FIRST`] on.
     pub fn to_read(request: &[u8]) -> usize {
         let size = match u32_at(request, 4) {
             Some(opcode::READ | opcode::READDIR | opcode::READDIRPLUS) => u32_at(request, REQUEST_HEAD + 16),
@@ -86,26 +87,26 @@ pub const GUEST_DIR: &str = "/run/sandboxer/shares";
 /// Length of a request's head, bytes.
 pub const REQUEST_HEAD: usize = 40;
 
-/// Length of an answer's head, bytes: the whole of an answer that is an error.
+/// Length of a response's head, bytes: the whole of a response that is an error.
 pub const ANSWER_HEAD: usize = 16;
 
 /// Opcodes of requests.
 pub mod opcode {
-    /// A name in a directory.
+    /// Looks up a name in a directory.
     pub const LOOKUP: u32 = 1;
-    /// The kernel has dropped an inode. Never answered.
+    /// The kernel has dropped an inode. Without a response.
     pub const FORGET: u32 = 2;
-    /// A file's attributes.
+    /// Returns a file's attributes.
     pub const GETATTR: u32 = 3;
     /// Changes a file's attributes.
     pub const SETATTR: u32 = 4;
     /// Reads a symbolic link.
     pub const READLINK: u32 = 5;
-    /// Makes a link.
+    /// Creates a symbolic link.
     pub const SYMLINK: u32 = 6;
-    /// Makes a file, or a pipe or a socket.
+    /// Creates a file, a pipe or a socket.
     pub const MKNOD: u32 = 8;
-    /// Makes a directory.
+    /// Creates a directory.
     pub const MKDIR: u32 = 9;
     /// Removes a name.
     pub const UNLINK: u32 = 10;
@@ -119,35 +120,35 @@ pub mod opcode {
     pub const OPEN: u32 = 14;
     /// Reads from a file.
     pub const READ: u32 = 15;
-    /// File system statistics.
+    /// Returns file system statistics.
     pub const STATFS: u32 = 17;
     /// Sets an extended attribute.
     pub const SETXATTR: u32 = 21;
-    /// An extended attribute.
+    /// Returns an extended attribute.
     pub const GETXATTR: u32 = 22;
-    /// Names of extended attributes.
+    /// Returns the names of extended attributes.
     pub const LISTXATTR: u32 = 23;
     /// Removes an extended attribute.
     pub const REMOVEXATTR: u32 = 24;
-    /// The first request.
+    /// Negotiates the protocol; the first request.
     pub const INIT: u32 = 26;
     /// Opens a directory.
     pub const OPENDIR: u32 = 27;
-    /// Names in a directory.
+    /// Returns the names in a directory.
     pub const READDIR: u32 = 28;
     /// Checks access rights.
     pub const ACCESS: u32 = 34;
-    /// Makes a file and opens it.
+    /// Creates a file and opens it.
     pub const CREATE: u32 = 35;
-    /// Interrupts a request. Never answered.
+    /// Interrupts a request. Without a response.
     pub const INTERRUPT: u32 = 36;
-    /// The last request. Never answered here.
+    /// Ends the session; the last request. Without a response here.
     pub const DESTROY: u32 = 38;
-    /// The kernel has dropped inodes. Never answered.
+    /// The kernel has dropped inodes. Without a response.
     pub const BATCH_FORGET: u32 = 42;
     /// Allocates space for a file.
     pub const FALLOCATE: u32 = 43;
-    /// Names in a directory, and what they name.
+    /// Returns the names in a directory, each with the attributes of its file.
     pub const READDIRPLUS: u32 = 44;
     /// Renames, with flags.
     pub const RENAME2: u32 = 45;
@@ -156,9 +157,9 @@ pub mod opcode {
 /// A request's head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Head {
-    /// Its kind; see [`opcode`].
+    /// The kind of the request; see [`opcode`].
     pub opcode: u32,
-    /// Identifies it among the requests of the same guest.
+    /// The number that identifies the request among those of the same guest.
     pub unique: u64,
 }
 
@@ -177,12 +178,12 @@ impl Head {
         (REQUEST_HEAD..=MAX_MESSAGE).contains(&length).then_some(length)
     }
 
-    /// Returns whether the guest's kernel waits for an answer.
+    /// Returns whether the guest's kernel waits for a response.
     pub fn is_answered(&self) -> bool {
         !matches!(self.opcode, opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY)
     }
 
-    /// Returns an error answer, with an error number as in errno(3).
+    /// Returns a response with an error number as in errno(3).
     pub fn failed(&self, errno: i32) -> Vec<u8> {
         if !self.is_answered() {
             return Vec::new();

@@ -8,31 +8,31 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// Reads the pod's network namespace.
+    /// Reading the pod's network namespace.
     Netns,
-    /// Creates the run directory, and connects taps to the pod's network interfaces.
+    /// Creating the run directory, and connecting taps to the pod's network interfaces.
     Network,
-    /// Waits in the queue for a VM or a container.
+    /// Waiting in the queue for a VM or a container.
     Queue,
-    /// Assigns a VM of the pool to the pod and resumes it.
+    /// Assigning a VM of the pool to the pod and resuming it.
     Claim,
-    /// Restores a VM from a template and resumes it.
+    /// Restoring a VM from a template and resuming it.
     Restore,
-    /// Starts the VMM's process, until it answers on its control socket.
+    /// Starting the VMM's process, until it responds on its control socket.
     VmmSpawn,
-    /// Boots the guest, until its agent's first byte arrives.
+    /// Booting the guest, until its agent's first byte arrives.
     Boot,
-    /// Greets the agent and gives the guest its identity.
+    /// Greeting the agent and giving the guest its identity.
     AgentReady,
-    /// Makes a disk image of a container's root file system, or finds it in the cache.
+    /// Creating a disk image of a container's root file system, or finding it in the cache.
     Rootfs,
-    /// Hotplugs the container's disks.
+    /// Hotplugging the container's disks.
     Disks,
-    /// Shares live host files of the container with the guest.
+    /// Sharing live host files of the container with the guest.
     Shares,
-    /// The agent creates the container; its init waits.
+    /// Creating the container in the agent; its init waits.
     ContainerCreate,
-    /// Starts the container's init.
+    /// Starting the container's init.
     ContainerStart,
 }
 

@@ -60,22 +60,23 @@ use crate::{
         rehearsal::Rehearsal,
         start_paths::StartPaths,
     },
+    state::PodState,
     template::{self, Kind, Shape, Templates},
     traces::Traces,
 };
 
-/// Why the daemon cannot run.
+/// A reason why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// A VMM that an earlier daemon left cannot be killed.
+    /// A VMM left by an earlier daemon cannot be killed.
     #[error("cannot remove what an earlier daemon left")]
     Strays(#[from] strays::StrayError),
-    /// A file, directory or socket of the host failed.
+    /// An operation on a file, directory or socket of the host failed.
     #[error("cannot {action} {path:?}")]
     Path {
-        /// What was attempted.
+        /// The attempted operation.
         action: &'static str,
-        /// The path.
+        /// The path of the file, directory or socket.
         path: PathBuf,
         /// The system's error.
         #[source]
@@ -84,7 +85,7 @@ pub enum DaemonError {
     /// The address for metrics cannot be used.
     #[error("cannot listen for metrics at {address}: configure another metrics_listen")]
     Metrics {
-        /// The address.
+        /// The configured address.
         address: SocketAddr,
         /// The system's error.
         #[source]
@@ -96,7 +97,7 @@ pub enum DaemonError {
     /// The rootfs cache cannot be opened.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
-    /// Pods would not start.
+    /// The host does not meet the requirements: pods would not start.
     #[error(transparent)]
     Unfit(#[from] sandboxer_doctor::Unfit),
     /// No VMM can be used.
@@ -105,16 +106,16 @@ pub enum DaemonError {
     /// A service failed.
     #[error("the {service} service failed")]
     Serve {
-        /// "controller", "task", "admin", "metrics".
+        /// Name of the service: "controller", "task", "admin" or "metrics".
         service: &'static str,
-        /// Its error.
+        /// The service's error.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// Runs until `shutdown` is cancelled; pods keep running when it returns. `ready` is called once all
-/// earlier pods are adopted and every socket answers.
+/// Runs until `shutdown` is cancelled; pods keep running when it returns. Calls `ready` once all earlier pods are
+/// adopted and every socket is served.
 pub async fn run(
     config: Config,
     front: Arc<Front>,
@@ -146,20 +147,21 @@ pub async fn run(
         path: node.config.state_dir.clone(),
         source,
     })?;
-    // Before the pods: a VM that a pod was about to take is in the pod's control group and is removed with it.
+    // Before the pods are recovered: a VM that a pod was about to take is in the pod's cgroup and is removed with it.
     clear_unassigned_vms(&node, &records)?;
     let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
-/// Returns the shape of a pod without a size of its own.
+/// Returns the shape of a pod that requests no size.
 fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Creates the control group of VMs without a pod, with low priority, and in it that of those without a NUMA node, which it returns:
-/// beside groups with processes, a group can have none of its own. If it fails, these VMs are counted elsewhere.
+/// Creates the low-priority cgroup for VMs without a pod and, inside it, a child for VMs without a NUMA node; returns
+/// the child. (A cgroup with child cgroups cannot hold processes itself.) On failure, these VMs stay in the daemon's
+/// cgroup.
 fn idle_cgroup(cgroups: &Hierarchies, name: &str) -> Option<Cgroup> {
     let (all, any) = (cgroups.named(name)?, cgroups.named(&format!("{name}/any"))?);
     let made = all.make().and_then(|()| all.yield_to_others()).and_then(|()| any.make());
@@ -171,7 +173,7 @@ fn idle_cgroup(cgroups: &Hierarchies, name: &str) -> Option<Cgroup> {
     Some(any)
 }
 
-/// Creates the state that all pods of a node share; makes its directories and opens its files.
+/// Creates the state that all pods of a node share; creates its directories and opens its files.
 pub fn node(
     config: Config,
     vmms: impl Into<Vmms>,
@@ -196,7 +198,8 @@ pub fn node(
     let placer = Placer::new(&config.placement, &cgroups, &config.vm.idle_cgroup);
     let placer = Arc::new(placer.prepare(idle_cgroup.as_ref()));
     let dir = config.state_dir.join("volumes");
-    let helpers = Helpers::new(config.helper_program.clone(), config.volumes.timeout);
+    let helpers = Helpers::new(config.helper_program.clone(), config.volumes.timeout)
+        .with_kubelet_root(&config.volumes.kubelet_root);
     let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes, helpers.clone())
         .map_err(|source| DaemonError::Path { action: "open volumes in", path: dir, source })?;
     let (volumes, usual) = (Arc::new(volumes), usual_shape(&config));
@@ -207,12 +210,12 @@ pub fn node(
     };
     let disk_limits = DiskLimits::configured(&config.limits);
     let rehearsal = Rehearsal::new(&config.state_dir, rootfs.clone(), volumes.clone(), disk_limits);
-    let rehearsal = Arc::new(rehearsal.map_err(in_state("prepare the rehearsal in"))?);
+    let rehearsal = Arc::new(rehearsal);
     let preparation = rehearsal.clone();
     let templates =
         Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone(), preparation);
     let templates = templates.map_err(in_state("open templates in"))?;
-    Ok(Arc::new(DaemonState {
+    let node = Arc::new(DaemonState {
         templates,
         rehearsal,
         tap_pool,
@@ -233,13 +236,18 @@ pub fn node(
         traces: Traces::new(config.traces.as_ref()),
         front,
         config,
-    }))
+    });
+    let known = Arc::downgrade(&node);
+    node.volumes
+        .helpers
+        .know_namespaces(move |pod| Some(known.upgrade()?.registry.pod(pod).ok()?.namespace().into()));
+    Ok(node)
 }
 
-/// Kills the waiting VMs of an earlier daemon, and those that it was about to freeze.
+/// Kills the pooled VMs of an earlier daemon, and the VMs that it was about to freeze.
 fn clear_unassigned_vms(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
-    // Pods whose records are malformed had their VMs from the pool, too.
+    // Pods with malformed records also had VMs from the pool.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Path {
         action: "search for VMs of",
         path: node.config.state_dir.join(quarantine::DIR),
@@ -302,8 +310,9 @@ async fn serve(
     // Running requests may finish.
     tracing::info!("draining; pods keep running");
     let drained = async {
-        services.drained().await;
-        // After that, no VM is added to the pool.
+        // Requests may wait for a template, and so may the pool.
+        tokio::join!(node.templates.stop(), services.drained());
+        // After this, no VM is added to the pool.
         let _ = filling.await;
         node.pool.drain().await;
         node.traces.close();
@@ -317,8 +326,8 @@ async fn serve(
     ended
 }
 
-/// Serves the task API on the connections from the front. Cancels `lost` when the front is gone; the front repeats
-/// this worker's requests, so they need not finish.
+/// Serves the task API on the connections from the front. Cancels `lost` when the front is gone: the front repeats this
+/// worker's requests, so they need not finish.
 fn serve_tasks(
     node: &Arc<DaemonState>,
     controller: Arc<SandboxService>,
@@ -332,19 +341,15 @@ fn serve_tasks(
     Ok(ttrpc_server::serve(connections, task::services(tasks)))
 }
 
-/// Starts what runs beside the services. Returns the task that keeps the pool filled.
+/// Spawns the tasks that run next to the services. Returns the task that fills the pool.
 fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> JoinHandle<()> {
     if let Some(socket) = node.config.containerd_ttrpc.clone() {
         tokio::spawn(api::events::publish(socket, node.events.listen()));
     }
-    tokio::spawn(sandbox_container::remove_abandoned(node.clone()));
+    tokio::spawn(sandbox_container::remove_abandoned(node.clone(), sandbox_container::SEARCH_INTERVAL));
     tokio::spawn(clocks::keep(node.clone()));
     tokio::spawn(heap::trim_at_rest(node.events.listen()));
-    let front = node.front.clone();
-    tokio::spawn(async move {
-        tokio::time::sleep(CLAIMED_WITHIN).await;
-        front.forget_rest(front::DELETED);
-    });
+    tokio::spawn(forget_unclaimed(node.clone()));
     let (node, until) = (node.clone(), shutdown.clone());
     tokio::spawn(async move {
         let shape = usual_shape(&node.config);
@@ -354,6 +359,22 @@ fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> Jo
         }
         node.pool.keep_filled(&node, &until).await;
     })
+}
+
+/// Removes the entries of earlier workers at the front that no pod has taken. As long as some pods are unreachable or
+/// have records in quarantine, these entries may belong to them.
+async fn forget_unclaimed(node: Arc<DaemonState>) {
+    loop {
+        tokio::time::sleep(CLAIMED_WITHIN).await;
+        let is_unknown = node.registry.pods().iter().any(|pod| pod.status().state == PodState::Unknown);
+        let quarantine = Quarantine::of(&node.config);
+        let held = tokio::task::spawn_blocking(move || quarantine.running_pods()).await;
+        let held = held.map_err(io::Error::other).and_then(|held| held);
+        let are_adopted = held.is_ok_and(|pods| pods.iter().all(|pod| node.registry.pod(pod).is_ok()));
+        if !is_unknown && are_adopted {
+            return node.front.forget_rest(front::DELETED);
+        }
+    }
 }
 
 /// The services that end with `shutdown`.
@@ -383,7 +404,7 @@ impl Services {
         });
     }
 
-    /// Waits until one of them has ended.
+    /// Waits until one service has ended.
     async fn ended(&mut self) -> Result<(), DaemonError> {
         match self.running.join_next().await {
             Some(ended) => ended
@@ -392,13 +413,13 @@ impl Services {
         }
     }
 
-    /// Waits until all of them have ended.
+    /// Waits until all services have ended.
     async fn drained(&mut self) {
         while self.running.join_next().await.is_some() {}
     }
 }
 
-/// Connections to a socket.
+/// A stream of connections to a socket.
 type Connections = BoxStream<'static, io::Result<UnixStream>>;
 
 /// The daemon's sockets, bound and private.
@@ -409,11 +430,11 @@ struct Listeners {
 }
 
 impl Listeners {
-    /// Takes the sockets of earlier workers, or binds new ones. The front keeps them: while no worker runs, callers
-    /// wait.
+    /// Takes the sockets of earlier workers, or binds new ones. The front keeps them open, so that callers wait while
+    /// no worker runs.
     fn bind(front: &Arc<Front>, run_dir: &Path) -> Result<Self, DaemonError> {
         let task_path = run_dir.join(sockets::TASK);
-        // The front accepts on this one.
+        // The front accepts on this socket.
         listener(front, TASK_LISTENER, &task_path)?;
         let serve = |name: &str| -> Result<_, DaemonError> {
             let path = run_dir.join(name);
@@ -425,8 +446,8 @@ impl Listeners {
     }
 }
 
-/// Binds a socket of mode 0600; replaces one that a dead daemon left. The run directory is locked and
-/// of mode 0700: no other process can use the path.
+/// Binds a socket of mode 0600; replaces one that a dead daemon left. The run directory is locked and has mode 0700, so
+/// no other process can use the path.
 fn listener(
     front: &Arc<Front>,
     kind: &str,
@@ -456,11 +477,11 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
     })
 }
 
-/// Time limit for repeated requests to take what the front keeps for them. They do so at once; an entry that is left
-/// after that belongs to something that no longer exists.
+/// Time limit for repeated requests to take the entries that the front keeps for them. They do so immediately; an entry
+/// that is left after this time belongs to something that no longer exists.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(300);
 
-/// How long a worker that has lost its front may take to exit.
+/// Time limit for the exit of a worker that has lost its front.
 const ORPHANS_END: Duration = Duration::from_secs(3);
 
 /// Takes a lock for the lifetime of the front: two daemons on one directory would use the same pods and images.
@@ -472,9 +493,11 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
         return Ok(held);
     }
     let failed = |source| DaemonError::Path { action: "create lock", path: path.clone(), source };
-    let file = OwnedFd::from(fs::File::create(&path).map_err(failed)?);
+    // On a read-only disk, the file may exist from an earlier daemon.
+    let file = fs::File::create(&path).or_else(|error| fs::File::open(&path).map_err(|_| error));
+    let file = OwnedFd::from(file.map_err(failed)?);
     let locked = async {
-        // No event tells when a lock becomes free, except to a thread that blocks on it without a limit.
+        // A lock that becomes free notifies only a thread that blocks on it without a time limit.
         let mut again = tokio::time::interval(Duration::from_millis(20));
         while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             again.tick().await;
@@ -484,4 +507,42 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
     locked.map_err(|_| DaemonError::Running(dir.to_owned()))?;
     front.keep(&key, &(), &[file.as_fd()]).map_err(failed)?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use sandboxer_front::control::{self, Kind as Message};
+    use sandboxer_protocol::link::LinkKey;
+    use sandboxer_vmm_fake::FakeVmm;
+
+    use super::*;
+    use crate::{
+        pod::{self, spec::PodSpec},
+        state::PodStatus,
+    };
+
+    #[tokio::test(start_paused = true)]
+    async fn what_may_belong_to_an_unknown_pod_is_kept_until_that_is_known() {
+        let (theirs, ours) = control::pair().unwrap();
+        control::send(theirs.as_fd(), Message::Kept, "exec c1 e1", b"{}", &[]).unwrap();
+        control::send(theirs.as_fd(), Message::AllKept, "", b"front", &[]).unwrap();
+        let front = Front::connect(ours).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
+        let config = Config { run_dir, state_dir, ..Config::default() };
+        let node = node(config, Arc::new(FakeVmm::new(|_| ())), front).unwrap();
+        let spec = PodSpec::plain("web".parse().unwrap(), 1, 128);
+        let id = spec.id.clone();
+        let status = PodStatus { state: PodState::Unknown, ..PodStatus::created(1) };
+        let of = node.clone();
+        let made = || pod::spawn(of, spec, LinkKey::random(), status, Default::default());
+        node.registry.insert(&id, made).unwrap();
+
+        let forgetting = tokio::spawn(forget_unclaimed(node.clone()));
+        tokio::time::sleep(3 * CLAIMED_WITHIN).await;
+        assert!(node.front.has("exec c1 e1"), "its pod may answer yet");
+        node.registry.remove(&id);
+        forgetting.await.unwrap();
+        assert!(!node.front.has("exec c1 e1"));
+    }
 }

@@ -1,6 +1,9 @@
 //! Errors of requests about pods.
 
-use std::path::PathBuf;
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use sandboxer_base::Code;
 use sandboxer_guest::{ConnectError, GuestError};
@@ -16,60 +19,60 @@ pub enum PodError {
     /// An invalid identifier.
     #[error("{what} is invalid")]
     Id {
-        /// "sandbox id", "container id", "exec id".
+        /// Kind of the identifier: "sandbox id", "container id" or "exec id".
         what: &'static str,
-        /// What is wrong with it.
+        /// The defect of the identifier.
         source: InvalidId,
     },
     /// The pod is unknown.
     #[error("pod {0} is not known")]
     NoPod(SandboxId),
-    /// The pod is known already.
+    /// The pod already exists.
     #[error("pod {0} exists already")]
     PodExists(SandboxId),
     /// The container is unknown.
     #[error("container {0} is not known")]
     NoContainer(ContainerId),
-    /// The container is known already.
+    /// The container already exists.
     #[error("container {0} exists already")]
     ContainerExists(ContainerId),
     /// The exec is unknown.
     #[error("exec {exec} of container {container} is not known")]
     NoExec {
-        /// The container.
+        /// The exec's container.
         container: ContainerId,
-        /// The process.
+        /// The exec's id.
         exec: ExecId,
     },
-    /// The exec is known already.
+    /// The exec already exists.
     #[error("exec {exec} of container {container} exists already")]
     ExecExists {
-        /// The container.
+        /// The exec's container.
         container: ContainerId,
-        /// The process.
+        /// The exec's id.
         exec: ExecId,
     },
-    /// The process has ended.
+    /// The process has exited.
     #[error("process of container {0} has ended already")]
     ProcessEnded(ContainerId),
-    /// The state does not allow it.
+    /// The subject's state does not allow the action.
     #[error("cannot {action} while {subject} is {state}")]
     State {
         /// The requested action.
         action: &'static str,
-        /// The subject.
+        /// The pod, container or process that the request concerns.
         subject: String,
-        /// The subject's state.
+        /// The state of the subject.
         state: String,
     },
-    /// An earlier daemon's pod, whose VMM or agent has not answered this one yet.
+    /// The pod is an earlier daemon's, and its VMM or agent has not responded to this one yet.
     #[error(
         "cannot {action}: {subject} has not answered since sandboxer was started: {reason}; this is tried again"
     )]
     Unreached {
         /// The requested action.
         action: &'static str,
-        /// The subject.
+        /// The pod, container or process that the request concerns.
         subject: String,
         /// The error of the last attempt.
         reason: String,
@@ -77,9 +80,9 @@ pub enum PodError {
     /// The pod's task attempted an illegal state transition: a bug.
     #[error("pod {pod} is {from} and cannot become {to}: this is a fault of sandboxer, please report it")]
     Transition {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// Its state.
+        /// The pod's state.
         from: PodState,
         /// The rejected next state.
         to: PodState,
@@ -95,10 +98,10 @@ pub enum PodError {
     Invalid {
         /// The subject of the request.
         subject: String,
-        /// The problem and what to do.
+        /// The problem, and what to do about it.
         reason: String,
     },
-    /// It failed for a reason that was also logged in full.
+    /// The request failed for a reason that was also logged in full.
     #[error("{subject}: {reason}")]
     Failed {
         /// The subject of the request.
@@ -106,45 +109,45 @@ pub enum PodError {
         /// What happened.
         reason: String,
     },
-    /// The guest does not answer, and has not reported statistics before.
+    /// The guest does not respond, and has not reported statistics before.
     #[error(
         "guest of pod {pod} did not answer within {limit:?} how much it uses, and has not told it before"
     )]
     NoReadings {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// The time limit.
+        /// The time limit for the statistics.
         limit: std::time::Duration,
     },
     /// The pod cannot be moved to another NUMA node.
     #[error("cannot move pod {pod}: {reason}")]
     Unmovable {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// Why.
+        /// The reason why the pod cannot be moved.
         reason: String,
     },
-    /// A feature that a pod with its own kernel does not have.
+    /// The requested feature does not exist for a pod with its own kernel.
     #[error("{0}")]
     Unsupported(String),
     /// The agent was not ready in time.
     #[error("agent of pod {pod} was not ready within {limit:?}; the console's last lines: {console}")]
     NotReady {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// The time limit.
+        /// The time limit for the agent.
         limit: std::time::Duration,
-        /// The last output of the guest.
+        /// The last output of the guest's console.
         console: String,
     },
     /// The VMM exited unexpectedly.
     #[error("VMM of pod {pod} {how}; last lines: {last_lines}")]
     VmEnded {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// How.
+        /// The way in which the VMM exited.
         how: String,
-        /// Its last output.
+        /// The VMM's last output.
         last_lines: String,
     },
     /// A VMM failed.
@@ -165,24 +168,24 @@ pub enum PodError {
     /// A live share cannot be provided.
     #[error(transparent)]
     Share(#[from] ShareError),
-    /// An action on a path of the host failed.
+    /// An operation on a path of the host failed.
     #[error("cannot {action} {path:?} for pod {pod}")]
     Path {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// The action.
+        /// The attempted operation.
         action: &'static str,
-        /// The path.
+        /// The path on the host.
         path: PathBuf,
         /// The system's error.
         source: std::io::Error,
     },
-    /// The front did not store something that the next worker needs.
+    /// The front did not store an entry that the next worker needs.
     #[error("cannot store {what} of pod {pod} at the front")]
     Front {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// Its name at the front.
+        /// The name of the entry at the front.
         what: Box<str>,
         /// The system's error.
         source: std::io::Error,
@@ -193,7 +196,7 @@ pub enum PodError {
 }
 
 impl PodError {
-    /// Returns the gRPC code.
+    /// Returns the gRPC code of the error.
     pub fn code(&self) -> Code {
         match self {
             Self::NoPod(_) | Self::NoContainer(_) | Self::NoExec { .. } | Self::ProcessEnded(_) => {
@@ -231,5 +234,12 @@ impl From<ConnectError> for PodError {
             ConnectError::Vmm(error) => error.into(),
             ConnectError::Guest(error) => error.into(),
         }
+    }
+}
+
+/// Logs the failure of a change that is not urgent.
+pub(crate) fn tolerate(action: &'static str, path: &Path, done: io::Result<()>) {
+    if let Err(error) = done {
+        tracing::warn!(?path, %error, "cannot {action} it now; a later daemon does");
     }
 }

@@ -11,19 +11,19 @@ use tokio::sync::broadcast;
 
 use sandboxer_base::clock::now_ns;
 
-/// Events a slow listener may lag behind before it loses the oldest.
+/// Maximum number of events that a slow subscriber may lag behind before it loses the oldest.
 const KEPT: usize = 1024;
 
-/// An event.
+/// An event of a pod or container.
 #[derive(Debug, Clone)]
 pub struct Event {
-    /// Time, ns since 1970.
+    /// Time of the event, ns since 1970.
     pub at_ns: u64,
-    /// Its pod.
+    /// The pod of the event.
     pub pod: SandboxId,
-    /// Its container; `None`: the pod itself.
+    /// The container of the event; `None`: the pod itself.
     pub container: Option<ContainerId>,
-    /// Its kind.
+    /// The kind of the event.
     pub kind: Kind,
     /// Details, for people; may be empty.
     pub detail: String,
@@ -31,16 +31,16 @@ pub struct Event {
     pub task: Option<TaskDetail>,
 }
 
-/// What containerd's events say of a task, besides its id.
+/// Details that containerd's events contain for a task, besides its id.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TaskDetail {
     /// The exec; `None`: the container's init.
     pub exec: Option<ExecId>,
-    /// The VMM.
+    /// The PID of the VMM.
     pub pid: u32,
     /// The container's bundle.
     pub bundle: PathBuf,
-    /// Its exit code and time, ns since 1970.
+    /// The exit code, and the time of the exit in ns since 1970.
     pub exit: Option<(u32, u64)>,
 }
 
@@ -84,7 +84,7 @@ impl Kind {
     }
 }
 
-/// What Kubernetes calls a pod; each is empty if it is not known.
+/// Kubernetes' names of a pod; each is empty if it is unknown.
 #[derive(Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct PodName {
@@ -97,7 +97,7 @@ pub struct PodName {
 #[derive(Debug, Clone)]
 pub struct Events {
     listeners: broadcast::Sender<Event>,
-    /// For the log. A plain lock: held for a look-up, never across an await.
+    /// Pods' names, for the log. A plain lock: held for a look-up, never across an await.
     names: Arc<Mutex<HashMap<SandboxId, Arc<PodName>>>>,
 }
 
@@ -167,7 +167,7 @@ impl Events {
             "{}",
             kind.as_str()
         );
-        // No listener is no error.
+        // An event without a subscriber is not an error.
         let _ = self.listeners.send(Event {
             at_ns: now_ns(),
             pod: pod.clone(),

@@ -1,9 +1,9 @@
-//! The worker's side of the front. The front outlives this process: containerd is connected to it, and it keeps entries
-//! for the next worker.
+//! The worker's side of the front. The front outlives this process: containerd is connected to the front, which also
+//! keeps entries for the next worker.
 //!
 //! An entry is safe once [`Front::keep`] returns, even if this process dies: no file is written, and nothing is waited
-//! for. It lasts as long as the front, and so as long as containerd's connections: what must outlive those is in the
-//! journal.
+//! for. It lasts as long as the front, and so as long as containerd's connections. State that must outlive those is in
+//! the journal.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -14,7 +14,10 @@ use std::{
 };
 
 use nix::sys::socket::MsgFlags;
-use sandboxer_front::control::{self, ANSWERS_PINGS, FOR_READING, Kind, RELOADS};
+use sandboxer_front::{
+    KEEPER,
+    control::{self, ANSWERS_PINGS, FOR_READING, Kind, RELOADS},
+};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{
@@ -25,27 +28,27 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use sandboxer_base::failpoint::pass;
+use sandboxer_base::failpoint::{fail, pass};
 
-/// Connections that may wait to be served.
+/// Maximum number of connections that wait to be served.
 const QUEUED_CONNECTIONS: usize = 16;
-/// Answers to deletions that are kept for repeated requests.
+/// Maximum number of results of deletions that are kept for repeated requests.
 const MAX_DELETED: usize = 64;
 
-/// Kind of an entry that holds a deletion's answer.
+/// Kind of the entries that hold the result of a deletion.
 pub const DELETED: &str = "deleted";
 
 /// An entry that an earlier worker kept under a key.
 #[derive(Debug)]
 pub struct Entry {
-    /// Its note.
+    /// The serialised note of the entry.
     note: Vec<u8>,
-    /// Its descriptors.
+    /// The descriptors of the entry.
     pub fds: Vec<OwnedFd>,
 }
 
 impl Entry {
-    /// Returns the note, if it has this type; a worker of another build may have written it.
+    /// Returns the note if it has this type; a worker of another build may have written it.
     pub fn note<T: DeserializeOwned>(&self) -> Option<T> {
         serde_json::from_slice(&self.note).ok()
     }
@@ -54,10 +57,10 @@ impl Entry {
 /// This worker's side of the front.
 #[derive(Debug)]
 pub struct Front {
-    /// `None`: no front outlives this process.
+    /// The connection to the front; `None`: no front outlives this process.
     socket: Option<OwnedFd>,
     identity: String,
-    /// No earlier worker used this front.
+    /// Whether no earlier worker used this front.
     new: bool,
     reloads: Reloads,
     // Plain locks: held for a look-up, never across an await.
@@ -65,8 +68,8 @@ pub struct Front {
     deleted: Mutex<VecDeque<String>>,
 }
 
-/// A handle to an entry of this worker, for its release once it is no longer needed. Dropping it does nothing: a worker
-/// that ends must leave what the next one needs.
+/// A handle that releases an entry of this worker once it is no longer needed. Dropping it does nothing: a worker that
+/// exits must leave what the next one needs.
 #[derive(Debug, Clone)]
 pub struct Kept {
     front: Arc<Front>,
@@ -83,14 +86,14 @@ impl Kept {
 /// The reloads of this front.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reloads {
-    /// Their number.
+    /// The number of reloads.
     pub count: u32,
-    /// Why the last one has not replaced the front; empty: it has.
+    /// The reason why the last reload did not replace the front; empty if it did.
     pub error: String,
 }
 
 impl Reloads {
-    /// Reads what the front tells.
+    /// Parses the front's report.
     fn of(note: &[u8]) -> Self {
         let text = String::from_utf8_lossy(note);
         let (count, error) = text.split_once(' ').unwrap_or((&text, ""));
@@ -99,7 +102,7 @@ impl Reloads {
 }
 
 impl Front {
-    /// Returns no front: this process's entries end with it.
+    /// Returns a placeholder without a front: this process's entries end with it.
     pub fn none() -> Arc<Self> {
         Arc::new(Self {
             socket: None,
@@ -111,7 +114,7 @@ impl Front {
         })
     }
 
-    /// Connects to the front at the other end of `socket`, which blocks: receives all entries of earlier workers.
+    /// Connects to the front at the other end of the blocking `socket`, and receives all entries of earlier workers.
     pub fn connect(socket: OwnedFd) -> io::Result<Arc<Self>> {
         let (mut inherited, mut reloads) = (BTreeMap::new(), Reloads::default());
         let identity = loop {
@@ -137,7 +140,7 @@ impl Front {
         }))
     }
 
-    /// Returns what distinguishes this front from earlier and later ones; empty if there is none.
+    /// Returns a string that distinguishes this front from earlier and later ones; empty if there is no front.
     pub fn identity(&self) -> &str {
         &self.identity
     }
@@ -147,7 +150,7 @@ impl Front {
         self.new
     }
 
-    /// Keeps descriptors and a note under a key, and replaces what was there.
+    /// Keeps descriptors and a note under a key, and replaces an earlier entry.
     pub fn keep(
         self: &Arc<Self>,
         key: &str,
@@ -155,6 +158,7 @@ impl Front {
         fds: &[BorrowedFd<'_>],
     ) -> io::Result<Kept> {
         let note = serde_json::to_vec(note).map_err(io::Error::other)?;
+        fail("the front keeps a note", Path::new(key))?;
         if let Some(socket) = &self.socket {
             pass(format_args!("before the front keeps {}", kind(key)));
             send(socket, Kind::Keep, key, &note, fds)?;
@@ -164,8 +168,8 @@ impl Front {
         Ok(Kept { front: self.clone(), key: key.to_owned() })
     }
 
-    /// Opens the FIFO at `path`, for reading only or for both, and keeps it under the key: it stays open even if this
-    /// process dies.
+    /// Opens the FIFO at `path`, read-only or for both reading and writing, and keeps it under the key: it stays open
+    /// even if this process dies.
     pub fn open(&self, key: &str, path: &Path, reading: bool) -> io::Result<OwnedFd> {
         use rustix::fs::{FileType, Mode, OFlags, fstat, open};
         let named = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
@@ -180,7 +184,7 @@ impl Front {
         let note = if reading { FOR_READING } else { &[] };
         pass(format_args!("before the front opens {}", kind(key)));
         send(socket, Kind::Open, key, note, &[named.as_fd(), theirs.as_fd()])?;
-        // Only the other process keeps it: so its end is seen here.
+        // Only the other process keeps this end, so its exit is seen here.
         drop(theirs);
         let message = waiting(|| control::receive(answer.as_fd(), MsgFlags::empty()))?;
         let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -221,37 +225,42 @@ impl Front {
         self.lock().contains_key(key)
     }
 
-    /// Returns the process that stays: the front's holder, whose id the front's identity begins with.
+    /// Returns the PID of the front, which is this process's parent; this process's own PID if there is no front.
     pub fn pid(&self) -> u32 {
-        let holder = self.identity.split('-').next().and_then(|pid| pid.parse().ok());
-        holder.unwrap_or_else(std::process::id)
+        let front = rustix::process::getppid().filter(|_| self.socket.is_some());
+        front.map_or_else(std::process::id, |front| front.as_raw_nonzero().get().unsigned_abs())
     }
 
-    /// Returns the reloads before this worker.
+    /// Returns the PID of the process that keeps the front's descriptors; 0 if the service manager does.
+    pub fn keeper_pid(&self) -> u32 {
+        std::env::var(KEEPER).ok().and_then(|pid| pid.parse().ok()).unwrap_or_default()
+    }
+
+    /// Returns the reloads that preceded this worker.
     pub fn reloads(&self) -> &Reloads {
         &self.reloads
     }
 
-    /// Starts a reload: it ends this process.
+    /// Starts a reload, which ends this process.
     pub fn reload(&self) -> io::Result<()> {
         let front = rustix::process::getppid().filter(|_| self.socket.is_some());
         let front = front.ok_or_else(|| io::Error::other("this daemon runs without a front"))?;
         Ok(rustix::process::kill_process(front, rustix::process::Signal::HUP)?)
     }
 
-    /// Returns the keys with this prefix of earlier workers' entries that have not been taken.
+    /// Returns the keys with this prefix of the entries of earlier workers that have not been taken.
     pub fn keys(&self, prefix: &str) -> Vec<String> {
         self.lock().keys().filter(|key| key.starts_with(prefix)).cloned().collect()
     }
 
-    /// Removes all entries that have not been taken: they belong to nothing. Keys that begin with `but` stay.
+    /// Removes all entries that have not been taken: they belong to nothing. Entries with the key prefix `but` stay.
     pub fn forget_rest(&self, but: &str) {
         for key in self.keys("").iter().filter(|key| !key.starts_with(but)) {
             self.forget(key);
         }
     }
 
-    /// Keeps a deletion's answer, as the last step before it is sent.
+    /// Keeps the result of a deletion, as the last step before it is sent.
     pub fn remember_deleted(self: &Arc<Self>, key: String, answer: &impl Serialize) {
         if self.socket.is_none() {
             return;
@@ -268,13 +277,13 @@ impl Front {
         }
     }
 
-    /// Notifies the front that requests may come.
+    /// Notifies the front that this worker accepts requests.
     pub fn ready(&self) {
         self.tell(Kind::Ready, "", ANSWERS_PINGS);
     }
 
-    /// Receives the task connections from the front. `lost` is cancelled when the front is gone. Also answers the
-    /// front's pings, here and not in a thread: that shows that the runtime's threads make progress.
+    /// Receives the task connections from the front. `lost` is cancelled when the front is gone. Also replies to the
+    /// front's pings here, not in a thread, which shows that the runtime's threads make progress.
     pub fn connections(
         self: &Arc<Self>,
         lost: CancellationToken,
@@ -301,7 +310,7 @@ impl Front {
         if let Some(socket) = &self.socket
             && let Err(error) = send(socket, kind, key, note, &[])
         {
-            // The front is gone; that is handled elsewhere.
+            // The front is gone, which is handled elsewhere.
             tracing::debug!(%error, ?kind, key, "cannot notify the front");
         }
     }
@@ -311,7 +320,7 @@ impl Front {
     }
 }
 
-/// Sends one message to the front. Waits while its queue is full: the front gets no CPU time, or is stopped.
+/// Sends one message to the front. Waits while the queue is full: the front is stopped or gets no CPU time.
 fn send(socket: &OwnedFd, kind: Kind, key: &str, note: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     match control::send_with(socket.as_fd(), kind, key, note, fds, MsgFlags::MSG_DONTWAIT) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -345,7 +354,7 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
         };
         let Some(mut message) = received else { return Ok(None) };
         if message.kind == Kind::Ping {
-            // Without waiting: a front that does not read pings again.
+            // Without waiting: a front that does not read will ping again.
             let _ = control::send_with(socket.as_fd(), Kind::Pong, "", &[], &[], MsgFlags::MSG_DONTWAIT);
         }
         if let (Kind::Connection, Some(fd)) = (message.kind, message.fds.pop()) {
@@ -356,7 +365,7 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
     }
 }
 
-/// Returns the kind of the entries under such keys.
+/// Returns the kind of the entries with this key.
 fn kind(key: &str) -> &str {
     key.split(' ').next().unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Private functions that the targets in `fuzz/` call. Compiled for them only.
+//! Private functions that the targets in `fuzz/` call; compiled only for them.
 
 #![allow(missing_docs, reason = "each is documented where it is")]
 

@@ -11,10 +11,10 @@ use tokio::{
 
 use crate::events::Event;
 
-/// Time without an event of a pod that ends a busy period.
+/// Time without pod events that ends a busy period.
 const REST: Duration = Duration::from_secs(5);
 
-/// Returns free memory each time pods have come to rest, as long as there are events.
+/// Returns free memory to the kernel after each busy period, until the events end.
 pub async fn trim_at_rest(mut events: Receiver<Event>) {
     while let Ok(_) | Err(RecvError::Lagged(_)) = events.recv().await {
         while let Ok(Ok(_) | Err(RecvError::Lagged(_))) = timeout(REST, events.recv()).await {}

@@ -1,7 +1,8 @@
-//! Writes the log to journald with the fields of each event, so that `journalctl SANDBOXER_POD=ID` finds all of a pod.
+//! Writes the log to journald with the fields of each event, so that `journalctl SANDBOXER_POD=ID` finds all lines of a
+//! pod.
 //!
-//! The message is the text that would stand on standard error: fields that only `journalctl -o verbose` shows would be missed.
-//! Format: <https://systemd.io/JOURNAL_NATIVE_PROTOCOL>.
+//! The message is the text that would be written to standard error: readers would miss fields that only `journalctl -o
+//! verbose` shows. Format: <https://systemd.io/JOURNAL_NATIVE_PROTOCOL>.
 
 use std::{
     fmt::{self, Write as _},
@@ -16,9 +17,10 @@ use tracing::{
 };
 use tracing_subscriber::{Layer, layer::Context};
 
-/// journald's socket.
+/// Path of journald's socket.
 const SOCKET: &str = "/run/systemd/journal/socket";
-/// Most bytes of a value; what is longer is cut. A datagram has at most some 200 KiB, and an event fewer than ten values.
+/// Maximum length of a value, bytes; longer ones are cut. A datagram has at most about 200 KiB, an event fewer than ten
+/// values.
 const MOST: usize = 16 << 10;
 
 /// Sends events to journald.
@@ -26,8 +28,8 @@ const MOST: usize = 16 << 10;
 pub struct Journald(UnixDatagram);
 
 impl Journald {
-    /// Returns the layer if this process's standard error is a stream of journald, as systemd says by `JOURNAL_STREAM`, and journald's
-    /// socket is there.
+    /// Returns the layer if this process's standard error is a stream of journald, as systemd indicates by
+    /// `JOURNAL_STREAM`, and journald's socket exists.
     pub fn of_stderr() -> Option<Self> {
         let stream = std::env::var("JOURNAL_STREAM").ok()?;
         let own = std::fs::metadata("/proc/self/fd/2").ok()?;
@@ -35,7 +37,7 @@ impl Journald {
             .then(|| Self::connect(SOCKET.as_ref()).ok())?
     }
 
-    /// Connects to a socket.
+    /// Connects to the socket at `path`.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         socket.connect(path)?;
@@ -51,7 +53,7 @@ impl<S: Subscriber> Layer<S> for Journald {
         event.record(&mut entry);
         match self.0.send(&entry.finish()) {
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
-                // journald was started again with another socket. The stream may still be read.
+                // journald was restarted with another socket. The stream may still be read.
                 let _ = writeln!(io::stderr(), "{}", entry.message);
             }
             _ => {}
@@ -63,7 +65,7 @@ impl<S: Subscriber> Layer<S> for Journald {
 struct Entry {
     fields: Vec<u8>,
     message: String,
-    /// What follows the message in its text.
+    /// The text that follows the message.
     details: String,
 }
 
@@ -80,7 +82,7 @@ impl Entry {
     fn add(&mut self, name: &str, value: &str) {
         let value = cut(value);
         self.fields.extend(name.bytes());
-        // With its length, it may have any bytes: also line feeds, which would begin the next field.
+        // With its length, the value may contain any bytes, including the line feed that separates fields.
         self.fields.push(b'\n');
         self.fields.extend((value.len() as u64).to_le_bytes());
         self.fields.extend(value.bytes());
@@ -102,7 +104,7 @@ impl Visit for Entry {
         if field.name() == "message" {
             return self.message.push_str(value);
         }
-        // An unknown name of a pod is no field.
+        // An unknown name of a pod is not a field.
         if value.is_empty() {
             return;
         }
@@ -117,7 +119,7 @@ impl Visit for Entry {
     }
 }
 
-/// Returns the level as syslog numbers it.
+/// Returns the level's number in syslog.
 fn priority(level: Level) -> &'static str {
     match level {
         Level::ERROR => "3",
@@ -127,7 +129,7 @@ fn priority(level: Level) -> &'static str {
     }
 }
 
-/// Returns the beginning of a text, at most [`MOST`] bytes.
+/// Returns the first [`MOST`] bytes of a text at most.
 fn cut(text: &str) -> &str {
     let mut end = text.len().min(MOST);
     while !text.is_char_boundary(end) {
@@ -144,7 +146,7 @@ mod tests {
 
     use super::*;
 
-    /// A double of journald: a socket that only receives.
+    /// Receives from a double of journald: a socket that only receives.
     fn received(socket: &UnixDatagram) -> BTreeMap<String, String> {
         let mut buffer = vec![0; 1 << 20];
         let length = socket.recv(&mut buffer).unwrap();

@@ -18,21 +18,22 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 use sandboxer::{daemon, front::Front, journald::Journald, privileges};
 use sandboxer_config::Config;
 use sandboxer_host::helper;
+use sandboxer_protocol::SPOKEN;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};
 
-/// Threads that serve requests. They only wait for VMMs, guests and disks; a third thread would
-/// only cost its stack.
+/// Number of threads that serve requests. They only wait for VMMs, guests and disks; a third thread would only cost its
+/// stack.
 const WORKERS: usize = 2;
-/// Threads for blocking file operations.
+/// Maximum number of threads for blocking file operations.
 const BLOCKING: usize = 8;
-/// After this time without work such a thread ends, and its stack of up to 90 KiB with it.
+/// Idle time after which such a thread ends and frees its stack of up to 90 KiB.
 const IDLE: Duration = Duration::from_secs(2);
-/// Most memory of a helper, bytes; what it reads of a volume has a much lower bound.
+/// Maximum memory of a helper, bytes; the bound for what it reads of a volume is much lower.
 const HELPER_MEMORY: u64 = 1 << 30;
 
-/// The program that containerd stays connected to, beside this one.
+/// The program that containerd stays connected to, in the same directory as this one.
 const FRONT: &str = "sandboxer-front";
 
 /// Runs the program.
@@ -51,20 +52,24 @@ fn start(options: &Options) -> anyhow::Result<()> {
     if options.path_helper {
         return help();
     }
+    if options.protocols {
+        println!("{} {}", SPOKEN.start(), SPOKEN.end());
+        return Ok(());
+    }
     let mut config = Config::load_or_default(options.config.as_deref())?;
     if options.check_config {
         println!("the configuration is fine");
         return Ok(());
     }
-    // The file may be replaced by another version's: helpers are of this one.
+    // The file may be replaced by another version, but helpers must be of this version.
     config.helper_program = Some("/proc/self/exe".into());
-    // Each thread has its own capability sets: before any other thread starts.
+    // Before any other thread starts: each thread has its own capability sets.
     privileges::drop_unneeded()?;
     let Some(front) = options.front_fd else { return become_front() };
-    // Its text contains its source already.
+    // The error's text already contains its source.
     let filter: Targets = options.log.parse().map_err(|error| anyhow!("--log {:?}: {error}", options.log))?;
     let lines = tracing_subscriber::fmt::layer()
-        // It would report an unwritable log by `eprintln!`, which panics then.
+        // Otherwise the layer reports write errors with `eprintln!`, which panics when stderr is closed.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
@@ -81,7 +86,7 @@ fn start(options: &Options) -> anyhow::Result<()> {
     let front =
         Front::connect(front).context("cannot receive the entries of earlier workers from the front")?;
     // The front kills a worker that closes its socket. A worker that ends with an error must first return its exit
-    // code: the socket stays open until the process ends.
+    // code, so the socket stays open until the process ends.
     std::mem::forget(front.clone());
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -92,8 +97,8 @@ fn start(options: &Options) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?;
     let served = runtime.block_on(serve(config, front));
-    // Dropping it would cancel running calls one by one, and containerd takes a cancelled Wait for the end of the
-    // pod. If connections end with the process, it retries.
+    // Dropping it would cancel running calls one by one, and containerd takes a cancelled Wait for the end of the pod.
+    // If connections end with the process, it retries.
     std::mem::forget(runtime);
     served
 }

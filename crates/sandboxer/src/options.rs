@@ -25,6 +25,9 @@ pub struct Options {
     /// Read the configuration, say whether it is fine, and exit.
     #[arg(long)]
     pub check_config: bool,
+    /// Print the oldest and the latest protocol that this build speaks with pods' agents, and exit.
+    #[arg(long)]
+    pub protocols: bool,
     /// What to log: error, warn, info, debug, trace, or a filter such as sandboxer::pod=debug.
     #[arg(long, value_name = "FILTER", default_value = "info", env = "SANDBOXER_LOG")]
     pub log: String,

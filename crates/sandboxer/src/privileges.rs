@@ -11,7 +11,7 @@ use Capability::{
     CAP_SYS_PTRACE,
 };
 
-/// Capabilities that are kept, and why.
+/// Capabilities that are kept, and the reasons.
 pub const KEPT: [(Capability, &str); 15] = [
     (CAP_SYS_ADMIN, "namespaces and roots of jails, mounts of snapshots, control groups"),
     (CAP_NET_ADMIN, "taps, and what leads from a pod's interfaces to them"),
@@ -25,7 +25,7 @@ pub const KEPT: [(Capability, &str); 15] = [
     (CAP_CHOWN, "gives files of a VM to its VMM's user"),
     (CAP_FOWNER, "sets modes and times of files that are a VMM user's, and access control lists of disks"),
     (CAP_DAC_OVERRIDE, "makes disks of files and directories of any owner"),
-    (CAP_DAC_READ_SEARCH, "opens such files by handle, as what serves a share does"),
+    (CAP_DAC_READ_SEARCH, "reads such files, and directories"),
     (CAP_KILL, "ends VMMs, which are other users' processes"),
     (
         CAP_SYS_PTRACE,
@@ -39,7 +39,7 @@ pub const KEPT: [(Capability, &str); 15] = [
     (CAP_SETFCAP, "likewise: a file's own capabilities"),
 ];
 
-/// Why privileges cannot be dropped.
+/// The error if privileges cannot be dropped.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot drop capability {capability}: start the daemon as root, with CAP_SETPCAP")]
 pub struct PrivilegeError {
@@ -47,7 +47,7 @@ pub struct PrivilegeError {
     source: CapsError,
 }
 
-/// Drops all capabilities that are not [`KEPT`]. Before the process has other threads: each has its own sets.
+/// Drops all capabilities that are not [`KEPT`]. Must run before the process has other threads: each has its own sets.
 pub fn drop_unneeded() -> Result<(), PrivilegeError> {
     let kept: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
     let failed = |capability: String| move |source| PrivilegeError { capability, source };
@@ -55,7 +55,7 @@ pub fn drop_unneeded() -> Result<(), PrivilegeError> {
     for capability in caps::read(None, CapSet::Bounding).map_err(all())?.difference(&kept) {
         caps::drop(None, CapSet::Bounding, *capability).map_err(failed(capability.to_string()))?;
     }
-    // So programs that are not root's inherit none.
+    // So programs of other users inherit none.
     caps::clear(None, CapSet::Inheritable).map_err(all())?;
     for set in [CapSet::Effective, CapSet::Permitted] {
         let held = caps::read(None, set).map_err(all())?;
@@ -68,7 +68,7 @@ pub fn drop_unneeded() -> Result<(), PrivilegeError> {
 mod tests {
     use super::*;
 
-    /// In its own thread: capability sets belong to threads.
+    /// Runs in its own thread: capability sets belong to threads.
     #[test]
     fn what_is_not_kept_is_gone_and_stays_gone() {
         let sets = std::thread::spawn(|| {

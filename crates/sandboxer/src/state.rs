@@ -28,23 +28,23 @@ use sandboxer_host::network::Interface;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PodState {
-    /// Created; holds no resources yet.
+    /// The pod is created and holds no resources yet.
     Created,
-    /// Starting.
+    /// The start of the pod is in progress.
     Starting,
-    /// Its agent answers.
+    /// The pod's agent responds.
     Ready,
-    /// Stopping.
+    /// The stop of the pod is in progress.
     Stopping,
-    /// Stopped; only its record is left.
+    /// The pod has stopped; only its record is left.
     Stopped,
-    /// Was ready under an earlier daemon. Its VMM runs, but VMM or agent have not answered this daemon yet. Never
-    /// written to a record.
+    /// The pod was ready under an earlier daemon. Its VMM runs, but VMM or agent have not responded to this daemon yet.
+    /// Never written to a record.
     Unknown,
 }
 
 impl PodState {
-    /// Every state.
+    /// All states.
     pub const ALL: [PodState; 6] = [
         PodState::Created,
         PodState::Starting,
@@ -67,7 +67,7 @@ impl PodState {
         }
     }
 
-    /// Returns the state for messages.
+    /// Returns the state's name, for messages.
     pub const fn as_str(self) -> &'static str {
         match self {
             PodState::Created => "created",
@@ -89,31 +89,31 @@ impl std::fmt::Display for PodState {
 /// The status of a pod, readable at any time without a request to the pod's task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodStatus {
-    /// Its state.
+    /// The state of the pod.
     pub state: PodState,
-    /// When it was created, ns since 1970.
+    /// Time of the pod's creation, ns since 1970.
     pub created_at_ns: u64,
-    /// When it stopped; 0 before.
+    /// Time of the pod's stop, ns since 1970; 0 before.
     pub exited_at_ns: u64,
-    /// 0 if the pod was stopped on request.
+    /// Exit status of the pod; 0 if it was stopped on request.
     pub exit_status: u32,
-    /// Why it stopped without a request, or why its state is unknown; else empty.
+    /// The reason why the pod stopped without a request, or why its state is unknown; else empty.
     pub reason: String,
-    /// Its start path; none before the start.
-    // Its name in records of all releases.
+    /// The start path of the pod; `None` before the start.
+    // The field's name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: Option<StartPath>,
-    /// PID of its VMM; 0 if there is none.
+    /// PID of the pod's VMM; 0 if there is none.
     pub vmm_pid: u32,
     /// Guest kernel version, once known.
     pub kernel_release: String,
-    /// Its network interfaces, once it is up.
+    /// The pod's network interfaces, once it is up.
     #[serde(default)]
     pub interfaces: Vec<Interface>,
-    /// This daemon adopted the pod when it started.
+    /// Whether this daemon adopted the pod when it started.
     #[serde(skip)]
     pub recovered: bool,
-    /// It has been unknown for so long that the manager should stop it.
+    /// Whether the state has been unknown for so long that the manager should stop the pod.
     #[serde(skip)]
     pub overdue: bool,
 }
@@ -136,7 +136,7 @@ impl PodStatus {
         }
     }
 
-    /// Returns the status for the record: for an unknown pod, the status read from there.
+    /// Returns the status for the record: for an unknown pod, the status read from the record.
     pub fn recorded(&self) -> Self {
         match self.state {
             PodState::Unknown => Self { state: PodState::Ready, reason: String::new(), ..self.clone() },

@@ -11,11 +11,11 @@ use crate::error::PodError;
 /// The taps of a VM.
 #[derive(Debug)]
 pub enum VmTaps {
-    /// It has none, or its VMM has them already.
+    /// The VM has no taps, or its VMM has them already.
     None,
-    /// Its VMM inherits them.
+    /// Taps that the VMM inherits.
     Open(Vec<Arc<OwnedFd>>),
-    /// Its VMM opens them.
+    /// Taps that the VMM opens.
     Named(NamedTaps),
 }
 
@@ -44,7 +44,8 @@ impl VmTaps {
         Ok(Self::Named(named))
     }
 
-    /// Creates `count` taps for a VM without a pod. Returns also what joins them to a pod's interfaces later.
+    /// Creates `count` taps for a VM without a pod. Also returns the pooled taps, which join them to a pod's interfaces
+    /// later.
     pub fn of_no_pod(vmm: &dyn Vmm, pool: &TapPool, count: u8) -> io::Result<(Self, Vec<PooledTap>)> {
         if vmm.opens_taps() {
             let (named, pooled) = pool.named_taps(count)?;
@@ -63,7 +64,7 @@ impl VmTaps {
         }
     }
 
-    /// Gives them to the VM of `spec`.
+    /// Adds the taps to the VM's `spec`.
     pub fn given_to(&self, spec: VmSpec) -> VmSpec {
         match self {
             Self::None => spec,

@@ -1,4 +1,4 @@
-//! Traces of starts and stops, for OpenTelemetry: one span per request of containerd, and below it one per stage.
+//! Traces of starts and stops, for OpenTelemetry: one span per request of containerd, and a child span per stage.
 //!
 //! ```text
 //!  containerd ──traceparent──▶ request ─▶ span (server)
@@ -8,8 +8,8 @@
 //!  request's and stages' ends ──try_send──▶ queue (bounded) ──batch──▶ collector, OTLP by gRPC
 //! ```
 //!
-//! Nothing waits for the collector: a span that finds the queue full is dropped and counted. Without an endpoint nothing is
-//! made at all.
+//! Nothing waits for the collector: a span that finds the queue full is dropped and counted. Without an endpoint, no
+//! spans are created.
 
 use std::{
     sync::{
@@ -33,15 +33,16 @@ use self::{
 mod export;
 mod parent;
 
-/// Spans that wait for the collector, some 500 bytes each; a start has about 20. More are dropped.
+/// Maximum number of spans that wait for the collector, about 500 bytes each; a start has about 20. Further spans are
+/// dropped.
 const QUEUED: usize = 1024;
 
 tokio::task_local! {
-    /// The span below which this task works.
+    /// The parent of the spans of this task.
     static CURRENT: SpanContext;
 }
 
-/// The traces of this daemon; empty if none are wanted.
+/// The traces of this daemon; empty if traces are not configured.
 #[derive(Debug, Clone, Default)]
 pub struct Traces(Option<Arc<Shared>>);
 
@@ -50,17 +51,17 @@ struct Shared {
     queue: mpsc::Sender<Item>,
     counts: Arc<Counts>,
     sampling_ratio: f64,
-    /// Until it is taken by the exporter's task.
+    /// The exporter, until its task takes it.
     exporter: Mutex<Option<Exporter>>,
     closed: CancellationToken,
 }
 
-/// What became of the spans.
+/// Numbers of sent and dropped spans.
 #[derive(Debug, Default)]
 pub struct Counts {
-    /// The collector has them.
+    /// Number of spans that the collector accepted.
     pub sent: AtomicU64,
-    /// They were dropped: the queue was full, or the collector did not take them in time.
+    /// Number of dropped spans: the queue was full, or the collector did not accept them in time.
     pub dropped: AtomicU64,
 }
 
@@ -71,7 +72,7 @@ struct Item {
     span: WireSpan,
 }
 
-/// Where a span was measured.
+/// The place where a span was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     Daemon,
@@ -79,7 +80,7 @@ enum Source {
 }
 
 impl Traces {
-    /// Returns the traces that the configuration asks for. Nothing is sent before [`Self::run`].
+    /// Creates the configured traces. Nothing is sent before [`Self::run`].
     pub fn new(config: Option<&TracesConfig>) -> Self {
         Self(config.map(|config| {
             let (queue, receiver) = mpsc::channel(QUEUED);
@@ -90,26 +91,27 @@ impl Traces {
         }))
     }
 
-    /// Starts to send. The task ends after [`Self::close`].
+    /// Starts the task that sends spans. The task ends after [`Self::close`].
     pub fn run(&self) -> Option<JoinHandle<()>> {
         let shared = self.0.as_ref()?;
         let exporter = shared.exporter.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         Some(tokio::spawn(exporter.run()))
     }
 
-    /// Sends what waits once more, and then nothing.
+    /// Sends the waiting spans once more, and then nothing.
     pub fn close(&self) {
         if let Some(shared) = &self.0 {
             shared.closed.cancel();
         }
     }
 
-    /// Returns what became of the spans; `None` if none are wanted.
+    /// Returns the numbers of sent and dropped spans; `None` if traces are not configured.
     pub fn counts(&self) -> Option<&Counts> {
         self.0.as_ref().map(|shared| &*shared.counts)
     }
 
-    /// Begins the span of a request, below that of its caller. `traceparent` is what the caller sent, in the W3C's format.
+    /// Begins the span of a request, as a child of its caller's span. `traceparent` is the caller's, in the W3C's
+    /// format.
     pub fn request(&self, name: &'static str, traceparent: Option<&str>) -> RequestSpan {
         let Some(shared) = &self.0 else { return RequestSpan::default() };
         let parent = traceparent.and_then(Parent::parse);
@@ -132,7 +134,7 @@ impl Traces {
     }
 }
 
-/// Returns whether a trace of this ID is one of the part that is wanted: the same on all nodes, by the random part of the ID.
+/// Returns whether a trace of this ID is sampled: the same on all nodes, by the random part of the ID.
 fn is_sampled(trace_id: [u8; 16], ratio: f64) -> bool {
     let [.., a, b, c, d, e, f, g, h] = trace_id;
     let random = u64::from_be_bytes([a, b, c, d, e, f, g, h]) >> 11;
@@ -156,7 +158,7 @@ impl Shared {
     }
 }
 
-/// A span below which others can be made; empty if the request is not traced.
+/// A span that others can be children of; empty if the request is not traced.
 #[derive(Debug, Clone, Default)]
 pub struct SpanContext(Option<Arc<Context>>);
 
@@ -165,20 +167,20 @@ struct Context {
     shared: Arc<Shared>,
     trace_id: [u8; 16],
     span_id: [u8; 8],
-    /// Both clocks at one moment: wall clock, ns since 1970, and monotonic.
+    /// Both clocks at the same moment: wall clock, ns since 1970, and monotonic clock.
     clocks: (u64, Instant),
 }
 
 /// A step that has ended.
 #[derive(Debug)]
 pub struct Ended<'a> {
-    /// Its name.
+    /// Name of the step.
     pub name: &'a str,
-    /// When it began.
+    /// Time at which the step began.
     pub began: Instant,
-    /// Its duration.
+    /// Duration of the step.
     pub took: Duration,
-    /// Why it failed; empty: it did not.
+    /// The error of the step; empty if it succeeded.
     pub failure: &'a str,
 }
 
@@ -188,7 +190,7 @@ impl SpanContext {
         CURRENT.try_with(Clone::clone).unwrap_or_default()
     }
 
-    /// Runs a future whose [`Self::current`] is this one.
+    /// Runs a future whose [`Self::current`] is this context.
     pub async fn scope<F: Future>(self, future: F) -> F::Output {
         match &self.0 {
             Some(_) => CURRENT.scope(self, future).await,
@@ -196,7 +198,7 @@ impl SpanContext {
         }
     }
 
-    /// Returns a new context below this one, for [`Self::end`].
+    /// Returns a new child context of this one, for [`Self::end`].
     pub fn child(&self) -> Self {
         let made = |context: &Arc<Context>| {
             let Context { shared, trace_id, clocks, .. } = &**context;
@@ -214,7 +216,7 @@ impl SpanContext {
         }
     }
 
-    /// Adds a step of the guest's agent below this span.
+    /// Adds a step of the guest's agent as a child of this span.
     pub fn agent_step(&self, ended: &Ended<'_>) {
         if let Some(parent) = &self.0 {
             let child = self.child();
@@ -244,7 +246,8 @@ impl Context {
         }
     }
 
-    /// Returns the wall clock of a moment. A clock that is set meanwhile does not tear a request apart.
+    /// Returns the wall-clock time of a moment, ns since 1970. A clock that is set meanwhile does not tear a request
+    /// apart.
     fn wall_ns(&self, at: Instant) -> u64 {
         let (wall, monotonic) = self.clocks;
         match at.checked_duration_since(monotonic) {
@@ -258,7 +261,7 @@ fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The span of a request that runs. If it is dropped before [`Self::end`], the request was cancelled.
+/// The span of a running request. If it is dropped before [`Self::end`], the request was cancelled.
 #[derive(Debug, Default)]
 pub struct RequestSpan(Option<Request>);
 
@@ -277,7 +280,7 @@ impl RequestSpan {
         self.0.is_some()
     }
 
-    /// Adds an attribute, or replaces it.
+    /// Adds or replaces an attribute.
     pub fn attribute(&mut self, key: &'static str, value: &str) {
         if let Some(request) = &mut self.0 {
             request.attributes.retain(|(other, _)| *other != key);
@@ -285,13 +288,13 @@ impl RequestSpan {
         }
     }
 
-    /// Runs the request's work. Stages that it begins are below this span.
+    /// Runs the request's work. The stages that it begins are children of this span.
     pub async fn run<T>(&self, work: impl Future<Output = T>) -> T {
         let context = self.0.as_ref().map(|request| request.context.clone()).unwrap_or_default();
         context.scope(work).await
     }
 
-    /// Ends the span. `failure` is the error's text; empty: none.
+    /// Ends the span. `failure` is the error's text; empty if there was none.
     pub fn end(mut self, failure: &str) {
         if let Some(request) = self.0.take() {
             request.end(failure);

@@ -184,6 +184,21 @@ async fn arrivals_grow_the_pool_and_quiet_shrinks_it() {
 }
 
 #[tokio::test]
+async fn a_pod_that_no_vm_waits_for_is_counted_by_what_makes_it_another_kind() {
+    let kept = Kept::new(1, 1);
+    kept.has(1, 0).await;
+    // Pools of other usual kinds, in which nothing waits.
+    let reason = |usual: Shape| {
+        let pool = Pool::new(PoolConfig { min: 1, max: 1 }, usual, Meminfo::at(&kept.meminfo));
+        pool.claim(USUAL, None, &kept.node.templates).unwrap_err()
+    };
+    assert_eq!(reason(USUAL), "empty");
+    assert_eq!(reason(LARGE), "other-size");
+    assert_eq!(reason(Shape { nics: 1, ..USUAL }), "host-network");
+    kept.ends().await;
+}
+
+#[tokio::test]
 async fn sizes_share_one_bound() {
     let kept = Kept::new(0, 4);
     kept.rounds(2).await;

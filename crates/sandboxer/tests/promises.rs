@@ -20,7 +20,8 @@ fn every_promise_is_held_by_tests_that_exist() {
             let (file, name) =
                 test.split_once(": ").unwrap_or_else(|| panic!("{test:?} is no file and test"));
             let code = fs::read_to_string(root.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
-            assert!(code.contains(&format!("fn {name}(")), "{file} has no test {name}");
+            let defined = if file.ends_with(".py") { "def" } else { "fn" };
+            assert!(code.contains(&format!("{defined} {name}(")), "{file} has no test {name}");
         }
         seen += 1;
     }

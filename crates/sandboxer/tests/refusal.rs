@@ -2,6 +2,9 @@
 
 use std::{fs, process::Command};
 
+use sandboxer::api::preflight;
+use sandboxer_protocol::SPOKEN;
+
 #[test]
 fn a_daemon_refuses_to_start_in_the_words_of_the_check() {
     let dir = tempfile::tempdir().unwrap();
@@ -28,4 +31,10 @@ fn a_daemon_refuses_to_start_in_the_words_of_the_check() {
         assert!(said.contains(&sentence), "{sentence}\n{said}");
     }
     assert!(!run_dir.join("controller.sock").exists(), "it listened before it knew");
+}
+
+#[tokio::test]
+async fn a_build_tells_the_protocols_that_it_speaks() {
+    let told = preflight::spoken_by(env!("CARGO_BIN_EXE_sandboxer").as_ref()).await;
+    assert_eq!(told, Some(SPOKEN));
 }

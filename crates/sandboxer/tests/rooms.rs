@@ -31,7 +31,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     ),
     ("sandboxer-agent", &["base", "bpf", "netlink", "protocol"]),
     ("sandboxer-probe", &["base", "protocol"]),
-    ("sandboxer-cli", &["base", "config", "doctor", "probe", "protocol"]),
+    ("sandboxer-cli", &["base", "config", "doctor", "probe", "process", "protocol"]),
     ("containerd-shim-sandboxer-v1", &[]),
 ];
 

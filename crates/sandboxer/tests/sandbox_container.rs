@@ -7,10 +7,10 @@ mod fake_agent;
 mod test_node;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -32,9 +32,15 @@ use sandboxer::{
     state::PodState,
 };
 use sandboxer_front::frame::REPEATED;
-use sandboxer_protocol::containers::{
-    Container, GetContainerRequest, GetContainerResponse,
-    containers_server::{Containers, ContainersServer},
+use sandboxer_protocol::{
+    containers::{
+        Container, GetContainerRequest, GetContainerResponse,
+        containers_server::{Containers, ContainersServer},
+    },
+    tasks::{
+        GetRequest, GetResponse,
+        tasks_server::{Tasks, TasksServer},
+    },
 };
 use sandboxer_vmm_fake::FakeVmm;
 use serde_json::json;
@@ -81,8 +87,27 @@ impl Containers for FakeContainerd {
     }
 }
 
+/// Its tasks.
+#[derive(Clone, Default)]
+struct FakeTasks(Arc<Mutex<HashSet<String>>>);
+
+#[tonic::async_trait]
+impl Tasks for FakeTasks {
+    async fn get(
+        &self,
+        request: tonic::Request<GetRequest>,
+    ) -> Result<tonic::Response<GetResponse>, tonic::Status> {
+        assert_eq!(request.metadata().get("containerd-namespace").unwrap(), "bundles");
+        match self.0.lock().unwrap().contains(&request.get_ref().container_id) {
+            true => Ok(tonic::Response::new(GetResponse {})),
+            false => Err(tonic::Status::not_found("no such task")),
+        }
+    }
+}
+
 /// A daemon with its task service at a socket, and containerd.
 struct Place {
+    of_containerd: FakeTasks,
     test: TestNode,
     tasks: Arc<TaskService>,
     socket: PathBuf,
@@ -100,7 +125,10 @@ impl Place {
         let listener = UnixListener::bind(test.dir.path().join("containerd.sock")).unwrap();
         let containerd = ContainersServer::new(FakeContainerd(kept.into()));
         let incoming = UnixListenerStream::new(listener);
-        tokio::spawn(Server::builder().add_service(containerd).serve_with_incoming(incoming));
+        let of_containerd = FakeTasks::default();
+        let server = Server::builder().add_service(containerd);
+        let server = server.add_service(TasksServer::new(of_containerd.clone()));
+        tokio::spawn(server.serve_with_incoming(incoming));
         let tasks = tasks(&test.node);
         let socket = test.dir.path().join("task.sock");
         let mut server = ttrpc::asynchronous::Server::new()
@@ -108,7 +136,7 @@ impl Place {
             .unwrap()
             .register_service(task::services(tasks.clone()));
         server.start().await.unwrap();
-        Self { test, tasks, socket, _server: server }
+        Self { of_containerd, test, tasks, socket, _server: server }
     }
 
     /// Makes the bundle of a container as containerd and the launcher do.
@@ -370,17 +398,31 @@ async fn the_next_worker_knows_it() {
 }
 
 #[tokio::test]
-async fn a_pod_that_containerd_has_forgotten_is_removed() {
+async fn a_pod_that_containerd_has_forgotten_is_removed_and_no_other() {
+    const INTERVAL: Duration = Duration::from_millis(20);
     let place = Place::new().await;
     place.run_pod().await;
-    let searching = tokio::spawn(sandbox_container::remove_abandoned(place.test.node.clone()));
-    tokio::time::sleep(Duration::from_millis(100)).await;
-    assert_eq!(place.state(POD).await.unwrap().status(), Status::RUNNING, "its bundle is there");
-    searching.abort();
-
-    fs::remove_dir_all(place.test.dir.path().join("bundles").join(POD)).unwrap();
+    place.of_containerd.0.lock().unwrap().insert(POD.to_owned());
     let mut events = place.test.node.events.listen();
-    let searching = tokio::spawn(sandbox_container::remove_abandoned(place.test.node.clone()));
+    let searching = tokio::spawn(sandbox_container::remove_abandoned(place.test.node.clone(), INTERVAL));
+    let stays = async |why: &str| {
+        tokio::time::sleep(10 * INTERVAL).await;
+        assert_eq!(place.state(POD).await.unwrap().status(), Status::RUNNING, "{why}");
+    };
+    stays("its bundle is there").await;
+
+    // As when containerd's state directory is unmounted.
+    let bundles = place.test.dir.path().join("bundles");
+    let aside = place.test.dir.path().join("aside");
+    fs::rename(&bundles, &aside).unwrap();
+    place.of_containerd.0.lock().unwrap().clear();
+    stays("the bundles of all are gone").await;
+    fs::rename(&aside, &bundles).unwrap();
+    place.of_containerd.0.lock().unwrap().insert(POD.to_owned());
+
+    fs::remove_dir_all(bundles.join(POD)).unwrap();
+    stays("containerd has its task").await;
+    place.of_containerd.0.lock().unwrap().clear();
     next(&mut events, Kind::PodRemoved).await;
     assert!(place.test.vmm.running().is_empty());
     searching.abort();

@@ -7,11 +7,12 @@ mod template_host;
 
 use std::{fs, os::unix::fs::FileExt, path::Path, time::Duration};
 
+use nix::errno::Errno;
 use sandboxer::{
     pod::{self, DaemonState},
     template::{BuildError, Missing, Template, TemplateError},
 };
-use sandboxer_base::{Code, digest::hex};
+use sandboxer_base::{Code, digest::hex, failpoint::inject};
 use sandboxer_config::StartPath;
 use sandboxer_vmm_fake::Fault;
 use sha2::{Digest, Sha256};
@@ -81,6 +82,27 @@ async fn whatever_is_wrong_with_a_template_is_named_and_it_is_made_anew() {
         assert_eq!(after.key, before.key);
         assert_ne!(after.link_key, before.link_key, "{says}: the damaged one was used");
         verify(&node, &after).unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_cannot_be_read_now_is_kept() {
+    for (point, error) in ["a template is opened", "a template is read"].into_iter().flat_map(|point| {
+        [Errno::EMFILE, Errno::ENFILE, Errno::ENOMEM, Errno::EIO].map(|error| (point, error))
+    }) {
+        let host = Host::new();
+        let made = host.node().templates.prepare(SHAPE).await.unwrap();
+        let [dir] = host.templates().try_into().unwrap();
+        let node = host.node();
+        let failing = inject(point, dir.to_str().unwrap(), error as i32, 1);
+        node.templates.prepare(SHAPE).await.unwrap_err();
+        assert!(failing.is_used_up(), "{point}: {error}");
+        let again = node.templates.prepare(SHAPE).await.unwrap();
+        assert_eq!(
+            (&again.key, &again.link_key),
+            (&made.key, &made.link_key),
+            "{point}: {error}: it was made anew"
+        );
     }
 }
 
@@ -207,6 +229,30 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
         (2, 1)
     );
     assert!(began.elapsed() <= limit + Duration::from_millis(10), "{:?}", began.elapsed());
+}
+
+/// A reload must not wait for a boot.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_in_preparation_ends_with_the_daemon_and_leaves_nothing() {
+    for fault in [Fault::NeverReady, Fault::Hangs] {
+        let host = Host::new();
+        let node = host.node();
+        host.vmm.inject(fault);
+        let preparing = tokio::spawn({
+            let templates = node.templates.clone();
+            async move { templates.prepare(SHAPE).await }
+        });
+        while !host.path("run/template").exists() {
+            assert!(!preparing.is_finished());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        tokio::time::timeout(node.config.vm.boot_timeout / 2, node.templates.stop()).await.unwrap();
+        for error in [preparing.await.unwrap(), node.templates.prepare(SHAPE).await].map(Result::unwrap_err) {
+            assert!(matches!(error, BuildError::Stopping), "{error}");
+        }
+        assert!(host.vmm.running().is_empty() && !host.path("run/template").exists());
+        host.kept(&[]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -8,7 +8,7 @@ mod test_guest;
 use std::{path::Path, task::Poll, time::Duration};
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{DiskSpec, Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
@@ -65,7 +65,8 @@ async fn an_image_and_a_writable_disk_have_a_controller_each() {
     // A disk that comes before the kernel knows its controller is not found.
     assert_eq!(guest.ask("hello").await, "hello host");
     for (serial, read_only) in [("writable", false), ("image", true), ("another", true)] {
-        vm.attach_disk(&DiskSpec { read_only, ..pod.disk(serial) }).await.unwrap();
+        let disk = if read_only { pod.read_only_disk(serial) } else { pod.disk(serial) };
+        vm.attach_disk(&disk).await.unwrap();
         let ro = u8::from(read_only);
         let seen = guest.ask(&format!("await {serial}")).await;
         assert_eq!(seen, format!("disk {serial} ro={ro} starts with {serial}"));

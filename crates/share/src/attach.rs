@@ -1,12 +1,12 @@
 //! Adds a share to a running server: mounts a directory or a file in its mount namespace.
 //!
-//! The server cannot do this: it sees nothing of the host and may not mount. So a thread of the daemon clones
-//! the directory's mount on the host, detached, and enters the server's namespace to attach it there. The
-//! host's own namespace never gets another mount.
+//! The server cannot do this: it sees nothing of the host and may not mount. So a thread of the daemon clones the
+//! directory's mount on the host, detached, and enters the server's namespace to attach it there. The host's own
+//! namespace never gets another mount.
 
 use std::{
     ffi::CString,
-    fs, io,
+    io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     thread,
@@ -14,7 +14,7 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, StatxFlags},
+    fs::{AtFlags, FileType, Mode, OFlags, StatxFlags},
     io::Errno,
     mount::{MoveMountFlags, OpenTreeFlags},
 };
@@ -24,22 +24,22 @@ use crate::ROOT;
 /// The source of a share.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
-    /// A directory or a regular file on the host.
+    /// The path on the host, for messages: another file may be there by now.
     pub path: &'a Path,
-    /// What the server can write, whatever the guest requests.
+    /// The access of the server, whatever the guest requests.
     pub access: Access,
-    /// Later mounts of the host below it appear in the share.
+    /// Whether later mounts of the host below the source appear in the share.
     pub follows_mounts: bool,
 }
 
 /// The writable part of a share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Everything.
+    /// The share and all mounts below it are writable.
     ReadWrite,
-    /// Only mounts below it, as with a read-only bind mount.
+    /// Only mounts below the share are writable, as with a read-only bind mount.
     ReadOnly,
-    /// Nothing.
+    /// Nothing is writable.
     RecursivelyReadOnly,
 }
 
@@ -51,7 +51,7 @@ pub enum AttachError {
     Source {
         /// The failed operation.
         action: &'static str,
-        /// Path on the host.
+        /// The path on the host.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -69,41 +69,34 @@ pub enum AttachError {
     },
 }
 
-/// Attaches `source` as the share `name`, a plain file name, of the server with the pidfd `process`. An
-/// existing share is unchanged. Blocks for some system calls.
-pub fn attach(process: BorrowedFd<'_>, name: &str, source: Source<'_>) -> Result<(), AttachError> {
-    put(process, name, &take(source)?)
-}
-
-/// A detached mount of a source with everything mounted below it.
+/// A detached mount of a source, with everything mounted below it.
 #[derive(Debug)]
 pub struct Tree {
-    /// The mount.
+    /// The descriptor of the mount.
     pub mount: OwnedFd,
-    /// Its root is a directory, not a file.
+    /// Whether the mount's root is a directory, not a file.
     pub is_dir: bool,
 }
 
-/// Attaches `tree` as [`attach`] does. Does not access the source's file system.
+/// Attaches `tree` as the share `name`, a plain file name, of the server with the pidfd `process`. An existing share is
+/// unchanged. Blocks for a few system calls, and does not access the source's file system.
 pub fn put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
-    // In its own thread, since a thread cannot leave the namespace again.
+    // A separate thread does this, since a thread cannot leave the namespace again.
     thread::scope(|scope| match scope.spawn(|| enter_and_put(process, name, tree)).join() {
         Ok(put) => put,
         Err(_) => Err(target("run")(io::Error::other("the thread panicked"))),
     })
 }
 
-/// Clones a source's mount. Blocks as long as the source's file system does.
-pub fn take(source: Source<'_>) -> Result<Tree, AttachError> {
+/// Clones the mount of `found`, a directory or a regular file that is open at least as `O_PATH`. Blocks as long as its
+/// file system does.
+pub fn take(found: BorrowedFd<'_>, source: Source<'_>) -> Result<Tree, AttachError> {
     let failed = |action| {
         let path = source.path.to_owned();
         move |source| AttachError::Source { action, path, source }
     };
-    let open = OFlags::PATH | OFlags::CLOEXEC;
-    let found = rustix::fs::open(source.path, open, Mode::empty())
-        .map_err(|errno| failed("open")(errno.into()))
-        .map(fs::File::from)?;
-    let kind = found.metadata().map_err(failed("stat"))?.file_type();
+    let stat = rustix::fs::fstat(found).map_err(|errno| failed("stat")(errno.into()))?;
+    let kind = FileType::from_raw_mode(stat.st_mode);
     if !kind.is_dir() && !kind.is_file() {
         return Err(AttachError::Kind(source.path.to_owned()));
     }
@@ -111,10 +104,10 @@ pub fn take(source: Source<'_>) -> Result<Tree, AttachError> {
         | OpenTreeFlags::OPEN_TREE_CLOEXEC
         | OpenTreeFlags::AT_EMPTY_PATH
         | OpenTreeFlags::AT_RECURSIVE;
-    let mount = rustix::mount::open_tree(&found, "", flags)
+    let mount = rustix::mount::open_tree(found, "", flags)
         .map_err(|errno| failed("clone the mount of")(errno.into()))?;
-    // No host device may be opened and no setuid program executed through it. The guest mounts shares with
-    // its own options; these restrict the server.
+    // No host device may be opened and no setuid program executed through the mount. The guest mounts shares with its
+    // own options; these restrict the server.
     let wanted = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
     let propagation = if source.follows_mounts { libc::MS_SLAVE } else { libc::MS_PRIVATE };
     let all = libc::AT_RECURSIVE;
@@ -134,7 +127,7 @@ pub fn take(source: Source<'_>) -> Result<Tree, AttachError> {
 fn enter_and_put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
     unshare(CloneFlags::CLONE_FS).map_err(|errno| target("unshare file system attributes")(errno.into()))?;
     setns(process, CloneFlags::CLONE_NEWNS).map_err(|errno| target("run")(errno.into()))?;
-    // Its root is read-only in the server's view, and writable through a clone of the mount.
+    // The mount's root is read-only for the server, and writable through a clone of the mount.
     let clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let root = rustix::mount::open_tree(rustix::fs::CWD, ROOT, clone)
         .map_err(|errno| target("open the root")(errno.into()))?;
@@ -148,7 +141,7 @@ fn enter_and_put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(),
     };
     let at = format!("{ROOT}/{name}");
     match made {
-        // Created by an attempt that failed later, or by one that succeeded.
+        // An attempt that failed later, or one that succeeded, created it.
         Err(Errno::EXIST) if is_mounted(&at).map_err(target("check a mount point"))? => return Ok(()),
         Err(Errno::EXIST) => {}
         made => made.map_err(|errno| target("create a mount point")(errno.into()))?,
@@ -171,8 +164,8 @@ fn target(action: &'static str) -> impl FnOnce(io::Error) -> AttachError {
     move |source| AttachError::Target { action, source }
 }
 
-/// Calls mount_setattr(2) on a mount; with a `depth` of `AT_RECURSIVE` also on all mounts below it. Needs
-/// Linux 5.12.
+/// Calls mount_setattr(2) on a mount; with a `depth` of `AT_RECURSIVE`, on all mounts below it as well. Needs Linux
+/// 5.12.
 fn set_attributes(
     mount: BorrowedFd<'_>,
     set: u64,

@@ -1,7 +1,7 @@
-//! The guest's user that a request is from, and how a thread acts as that user for one request.
+//! The guest's user who sent a request, and how a thread acts as that user for one request.
 //!
-//! Some file servers deny the host's root what they allow the owner of a file: NFS with `root_squash`, and
-//! FUSE file systems of one user. They see the thread's file system user and group, so these are changed.
+//! Some file servers deny the host's root access that they allow the owner of a file: NFS with `root_squash`, and FUSE
+//! file systems of one user. They check the thread's file system user and group, so these are changed.
 
 use std::{io, process};
 
@@ -10,8 +10,8 @@ use sandboxer_protocol::share::u32_at;
 
 use crate::confine;
 
-/// Offsets of user and group in a request's header.
-const USER: std::ops::Range<usize> = 24..32;
+/// The offset of the user in a request's header; the group follows.
+const USER: usize = 24;
 
 /// A user and a group. FUSE has no supplementary groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,49 +20,43 @@ pub struct Caller {
     gid: u32,
 }
 
-/// Capabilities that stay effective while a thread acts as another user.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rights {
-    /// All that the thread has.
-    All,
-    /// Only those that change the user: files are accessed with this user's permissions.
-    OwnOnly,
-    /// The same, and the capability for linkat(2) with a descriptor.
-    OwnAndLink,
-}
-
 impl Caller {
-    /// Returns the caller of `request`, and replaces it by root: later code must not change the thread's user
-    /// again.
-    pub fn take(request: &mut [u8]) -> Option<Self> {
-        let caller = Self { uid: u32_at(request, USER.start)?, gid: u32_at(request, USER.start + 4)? };
-        request.get_mut(USER)?.fill(0);
-        Some(caller)
+    /// Returns the caller of `request`.
+    pub fn of(request: &[u8]) -> Option<Self> {
+        Some(Self { uid: u32_at(request, USER)?, gid: u32_at(request, USER + 4)? })
     }
 
-    /// Returns whether this is not root, which the thread acts as by default.
+    /// Returns whether this user is not root, as which the thread acts by default.
     pub fn is_another(self) -> bool {
         self != Self { uid: 0, gid: 0 }
     }
 
-    /// Runs `work` as this user, with these rights.
+    /// Runs `work` as this user, with the thread's capabilities: the files that it creates belong to this user.
     ///
     /// # Errors
     ///
     /// The thread cannot act as this user; `work` was not run.
-    pub fn act<T>(self, rights: Rights, work: impl FnOnce() -> T) -> io::Result<T> {
-        let acting = Acting { lowered: rights != Rights::All };
+    pub fn act<T>(self, work: impl FnOnce() -> T) -> io::Result<T> {
+        self.run(false, work)
+    }
+
+    /// Runs `work` as this user, with only this user's permissions.
+    ///
+    /// # Errors
+    ///
+    /// The thread cannot act as this user; `work` was not run.
+    pub fn act_alone<T>(self, work: impl FnOnce() -> T) -> io::Result<T> {
+        self.run(true, work)
+    }
+
+    fn run<T>(self, lowered: bool, work: impl FnOnce() -> T) -> io::Result<T> {
+        let acting = Acting { lowered };
         if !become_user(self) {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
-        let mut kept = vec![Capability::CAP_SETUID, Capability::CAP_SETGID];
-        match rights {
-            Rights::All => {}
-            Rights::OwnOnly => set_effective(kept)?,
-            Rights::OwnAndLink => {
-                kept.push(Capability::CAP_DAC_READ_SEARCH);
-                set_effective(kept)?;
-            }
+        if lowered {
+            // The thread needs these to become root again.
+            set_effective([Capability::CAP_SETUID, Capability::CAP_SETGID])?;
         }
         let done = work();
         drop(acting);
@@ -79,10 +73,29 @@ impl Drop for Acting {
     fn drop(&mut self) {
         let restored = !self.lowered || set_effective(confine::KEPT).is_ok();
         if !restored || !become_user(Caller { uid: 0, gid: 0 }) {
-            // It would serve the next request as this user.
+            // The thread would serve the next request as this user.
             process::abort();
         }
     }
+}
+
+/// Runs `work` without the capability to keep the set-user-ID and similar bits of a file that it changes.
+///
+/// # Errors
+///
+/// The capability cannot be given up; `work` was not run.
+pub fn without_fsetid<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    const FSETID: Capability = Capability::CAP_FSETID;
+    if !caps::has_cap(None, CapSet::Effective, FSETID).map_err(io::Error::other)? {
+        return Ok(work());
+    }
+    caps::drop(None, CapSet::Effective, FSETID).map_err(io::Error::other)?;
+    let done = work();
+    if caps::raise(None, CapSet::Effective, FSETID).is_err() {
+        // The thread would clear bits of the next request's file.
+        process::abort();
+    }
+    Ok(done)
 }
 
 fn set_effective(capabilities: impl IntoIterator<Item = Capability>) -> io::Result<()> {

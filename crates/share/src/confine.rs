@@ -13,19 +13,18 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// Memory beside the memory per file, bytes.
+/// The memory in addition to the memory per file, bytes.
 const MEMORY: u64 = 64 << 20;
-/// Memory per file known to the guest's kernel, bytes.
+/// The memory per file that the guest's kernel knows, bytes.
 const MEMORY_PER_FILE: u64 = 1 << 10;
 
 /// The capabilities to act with the rights of a file's owner. The guest's kernel has checked permissions.
 ///
-/// `MKNOD` is not included: a device created by a guest would be a device of the host. `DAC_READ_SEARCH` is
-/// only for linkat(2) with a descriptor; the dangerous open_by_handle_at(2) is not allowed.
-pub const KEPT: [Capability; 8] = [
+/// `MKNOD` is not included: a device created by a guest would be a device of the host. Nor is `DAC_READ_SEARCH`: with
+/// it, open_by_handle_at(2) opens any file of a share's file system, inside the share or not.
+pub const KEPT: [Capability; 7] = [
     Capability::CAP_CHOWN,
     Capability::CAP_DAC_OVERRIDE,
-    Capability::CAP_DAC_READ_SEARCH,
     Capability::CAP_FOWNER,
     Capability::CAP_FSETID,
     Capability::CAP_SETUID,
@@ -33,18 +32,18 @@ pub const KEPT: [Capability; 8] = [
     Capability::CAP_SETFCAP,
 ];
 
-/// Limits open files and memory. Every file known to the guest's kernel is open here.
+/// Limits memory and open files for a guest that knows up to `files` files.
 pub fn limit(files: u64) -> anyhow::Result<()> {
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
     let set = |resource, most| setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) });
     set(Resource::Nofile, files.min(hard)).context("cannot limit open files")?;
-    set(Resource::Data, MEMORY + files.min(hard) * MEMORY_PER_FILE).context("cannot limit memory")
+    set(Resource::Data, MEMORY + files * MEMORY_PER_FILE).context("cannot limit memory")
 }
 
-/// Drops all capabilities but [`KEPT`]. They stay when a thread acts as another user for a moment, to create
-/// a file of that user.
+/// Drops all capabilities except [`KEPT`]. They stay when a thread acts as another user for a moment, to create a file
+/// of that user.
 pub fn drop_rights() -> anyhow::Result<()> {
-    // Groups of the user who started the daemon: a thread that acts as another user would still have them.
+    // These are groups of the user who started the daemon: a thread that acts as another user would still have them.
     set_thread_groups(&[]).context("cannot leave supplementary groups")?;
     let kept: CapsHashSet = KEPT.into_iter().collect();
     let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP
@@ -65,26 +64,21 @@ pub fn drop_rights() -> anyhow::Result<()> {
 }
 
 /// System calls that a serving thread may use. Any other fails with EPERM, which the guest receives.
-const CALLS: [libc::c_long; 73] = [
+const CALLS: [libc::c_long; 62] = [
     // file operations
     libc::SYS_openat,
+    libc::SYS_openat2,
     libc::SYS_close,
     libc::SYS_dup,
     libc::SYS_read,
-    libc::SYS_readv,
     libc::SYS_pread64,
-    libc::SYS_preadv,
-    libc::SYS_preadv2,
     libc::SYS_write,
-    libc::SYS_writev,
     libc::SYS_pwrite64,
-    libc::SYS_pwritev,
     libc::SYS_pwritev2,
     libc::SYS_lseek,
     libc::SYS_getdents64,
-    libc::SYS_fstat,
-    libc::SYS_newfstatat,
     libc::SYS_statx,
+    libc::SYS_name_to_handle_at,
     libc::SYS_fstatfs,
     libc::SYS_mkdirat,
     libc::SYS_mknodat,
@@ -93,9 +87,7 @@ const CALLS: [libc::c_long; 73] = [
     libc::SYS_linkat,
     libc::SYS_symlinkat,
     libc::SYS_readlinkat,
-    libc::SYS_fchmod,
     libc::SYS_fchmodat,
-    libc::SYS_fchown,
     libc::SYS_fchownat,
     libc::SYS_utimensat,
     libc::SYS_truncate,
@@ -103,8 +95,6 @@ const CALLS: [libc::c_long; 73] = [
     libc::SYS_fallocate,
     libc::SYS_fsync,
     libc::SYS_fdatasync,
-    libc::SYS_faccessat,
-    libc::SYS_faccessat2,
     libc::SYS_getxattr,
     libc::SYS_setxattr,
     libc::SYS_listxattr,
@@ -112,8 +102,6 @@ const CALLS: [libc::c_long; 73] = [
     libc::SYS_fcntl,
     libc::SYS_umask,
     // users and capabilities
-    libc::SYS_setresuid,
-    libc::SYS_setresgid,
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_capget,
@@ -151,13 +139,13 @@ const POLL: libc::c_long = libc::SYS_poll;
 #[cfg(not(target_arch = "x86_64"))]
 const POLL: libc::c_long = libc::SYS_ppoll;
 
-/// The processor whose numbers of system calls these are.
+/// The processor to which these numbers of system calls belong.
 #[cfg(target_arch = "x86_64")]
 const ARCH: TargetArch = TargetArch::x86_64;
 #[cfg(target_arch = "aarch64")]
 const ARCH: TargetArch = TargetArch::aarch64;
 
-/// Socket options that may be set, in addition: the buffer's size, and the receive timeout.
+/// The socket options that may also be set: the buffer's size, and the receive timeout.
 const OPTIONS: [libc::c_int; 2] = [libc::SO_SNDBUF, libc::SO_RCVTIMEO];
 
 static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
@@ -183,8 +171,7 @@ fn options() -> Result<Vec<SeccompRule>, BackendError> {
     OPTIONS.into_iter().map(rule).collect()
 }
 
-/// Restricts this thread to the system calls that serving needs. No thread or process can be created
-/// afterwards.
+/// Restricts this thread to the system calls that serving needs. No thread or process can be created afterwards.
 pub fn restrict_calls() -> anyhow::Result<()> {
     let program =
         PROGRAM.as_ref().map_err(|error| anyhow::anyhow!("cannot create the seccomp filter: {error}"))?;

@@ -6,9 +6,9 @@
 //!   └──────── response ◀────────┴────────────────────┘
 //! ```
 //!
-//! A read of a response that is not ready in time receives [`LATER`] and is repeated: a VMM waits for all
-//! requests of its disks when it pauses or gets another disk, and one hung volume must not block that. A VMM
-//! may split a read: if any part was deferred, the part with the state is [`LATER`] as well.
+//! A read of a response that is not ready in time receives [`LATER`] and is repeated: a VMM waits for all requests of
+//! its disks when it pauses or gets another disk, and one hung volume must not block that. A VMM may split a read: if
+//! any part was deferred, the part with the state is [`LATER`] as well.
 //!
 //! A guest can make this process hold two messages for each of [`SLOTS`] slots.
 
@@ -34,9 +34,9 @@ use crate::{
 
 /// How long a read may wait for the response.
 const MAX_WAIT: Duration = Duration::from_secs(1);
-/// Most waiting reads of one slot's response: a VMM splits a guest's read into few.
+/// The most waiting reads of one slot's response: a VMM splits a guest's read into a few.
 const MAX_WAITING: usize = 16;
-/// Requested size of the socket's buffer, bytes; the system sets less. A message should need few writes.
+/// The requested size of the socket's buffer, bytes; the system sets less. A message should need few writes.
 const SEND_BUFFER: usize = 1 << 20;
 
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
@@ -53,21 +53,22 @@ pub struct Mailbox {
 struct Slot {
     phase: Phase,
     request: Vec<u8>,
-    /// Has the length of the longest response after the first one.
+    /// The buffer of the response. After the first response it has the length of the longest one.
     answer: Vec<u8>,
     waiting: Vec<Waiting>,
-    /// A part of a response was deferred, but not the part with the state: the whole must be read again.
+    /// Whether a part of a response was deferred, but not the part with the state: the whole response must be read
+    /// again.
     torn: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Phase {
-    /// No request was written yet.
+    /// No request is written yet.
     #[default]
     Unused,
-    /// A request is being written, or complete.
+    /// A request is being written, or is complete.
     Asked,
-    /// A worker carries the request out.
+    /// A worker carries out the request.
     Working,
     /// The response is ready.
     Answered,
@@ -80,7 +81,7 @@ struct Waiting {
     since: Instant,
 }
 
-/// The part of a response that is read.
+/// A part of a response, which is read.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     cookie: u64,
@@ -89,13 +90,13 @@ struct Part {
 }
 
 impl Part {
-    /// Returns whether it contains the state.
+    /// Returns whether the part contains the state.
     fn has_state(&self) -> bool {
         (self.offset..self.offset + self.length).contains(&STATE)
     }
 }
 
-/// The connection to the VMM. Held while a message is sent, so that messages are not mixed.
+/// The connection to the VMM. The lock is held while a message is sent, so that messages are not mixed.
 struct Connection(Mutex<UnixStream>);
 
 impl Mailbox {
@@ -110,7 +111,7 @@ impl Mailbox {
 
     /// Serves a connected VMM until it disconnects.
     pub fn serve(&self, mut stream: UnixStream) -> anyhow::Result<()> {
-        // A smaller buffer is slower, nothing else.
+        // With a smaller buffer, sending is slower but still works.
         let _ = set_socket_send_buffer_size(&stream, SEND_BUFFER);
         if !nbd::negotiate(&mut stream).context("cannot negotiate the disk")? {
             return Ok(());
@@ -154,7 +155,7 @@ impl Mailbox {
                     let part = Part { cookie: request.cookie, offset: at - ANSWER, length: request.length };
                     self.read(number, &mut lock(slot), part, connection)?;
                 }
-                // Partition scanners find an empty disk.
+                // Scanners for partitions find an empty disk.
                 (Kind::Read, _) => connection.send_zeroes(request.cookie, request.length)?,
                 (Kind::Disconnect, _) => return Ok(()),
                 (Kind::Other, _) => connection.send(&[&nbd::reply(request.cookie, libc::EINVAL)])?,
@@ -162,7 +163,7 @@ impl Mailbox {
         }
     }
 
-    /// Handles a read of a response: sends it if it is ready, otherwise the read waits; the first read starts
+    /// Handles a read of a response: sends the response if it is ready, otherwise the read waits. The first read starts
     /// the work.
     fn read(
         &self,
@@ -210,7 +211,7 @@ impl Mailbox {
         loop {
             let number = self.next();
             let Some(slot) = self.slots.get(number) else { continue };
-            let (mut request, mut answer) = {
+            let (request, mut answer) = {
                 let mut slot = lock(slot);
                 (std::mem::take(&mut slot.request), std::mem::take(&mut slot.answer))
             };
@@ -218,7 +219,7 @@ impl Mailbox {
                 // Pages stay unused until they are needed: most responses are short.
                 answer = vec![0; ANSWER_LENGTH];
             }
-            self.carry_out(&mut request, &mut answer);
+            self.carry_out(&request, &mut answer);
             let mut slot = lock(slot);
             (slot.request, slot.answer, slot.phase) = (request, answer, Phase::Answered);
             let Slot { answer, waiting, .. } = &mut *slot;
@@ -239,10 +240,10 @@ impl Mailbox {
         }
     }
 
-    /// Writes the response to `request` to where it is read.
-    fn carry_out(&self, request: &mut [u8], answer: &mut [u8]) {
-        let request = Head::begins(request).and_then(|length| request.get_mut(..length));
-        let head = request.as_deref().and_then(Head::of);
+    /// Writes the response to `request` to the place where it is read.
+    fn carry_out(&self, request: &[u8], answer: &mut [u8]) {
+        let request = Head::begins(request).and_then(|length| request.get(..length));
+        let head = request.and_then(Head::of);
         let length = match (head, request) {
             (Some(head), Some(request)) => self.files.answer(head, request, &mut answer[MESSAGE..]).len(),
             _ => 0,
@@ -283,7 +284,7 @@ impl Connection {
     fn send_part(&self, answer: &mut [u8], part: Part) -> io::Result<()> {
         let reply = nbd::reply(part.cookie, 0);
         if part.offset == FIRST {
-            // The header fits right before it, so everything is sent in one write.
+            // The header fits directly before the response, so everything is sent in one write.
             answer[FIRST - nbd::REPLY..FIRST].copy_from_slice(&reply);
             return self.send(&[&answer[FIRST - nbd::REPLY..FIRST + part.length]]);
         }
@@ -299,7 +300,7 @@ impl Connection {
     }
 }
 
-/// Receives `length` bytes of a request at offset `at`; returns an error number if the slot is busy.
+/// Receives `length` bytes of a request at offset `at`; returns 0, or an error number if the slot is busy.
 fn take(stream: &mut UnixStream, slot: &mut Slot, at: usize, length: usize) -> io::Result<i32> {
     if slot.phase == Phase::Working {
         discard(stream, length)?;

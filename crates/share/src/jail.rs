@@ -1,5 +1,5 @@
-//! The jail: own namespaces, and a root that contains only a directory for shares and the process's own
-//! `/proc`, which is needed to open a file by its descriptor.
+//! The jail: its own namespaces, and a root that contains only a directory for shares and the process's own `/proc`,
+//! which is needed to open a file by its descriptor.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use nix::{
 };
 use sandboxer_share::ROOT;
 
-/// Enough inodes for all shares.
+/// The mount options of the root, with enough inodes for all shares.
 const ROOT_OPTIONS: &str = "mode=0755,size=64k,nr_inodes=1024";
 
 /// The end of a pipe on which the server signals that it is ready.
@@ -28,8 +28,7 @@ impl Ready {
     }
 }
 
-/// Enters the jail. Returns `None` in the original process, after the server has become ready and its pid was
-/// printed.
+/// Enters the jail. Returns `None` in the original process, after the server is ready and its PID was printed.
 pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Ready>> {
     let namespaces = CloneFlags::CLONE_NEWNS
         | CloneFlags::CLONE_NEWPID
@@ -52,8 +51,8 @@ pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Ready>> {
     }
 }
 
-/// Forks, which is needed to enter a new pid namespace. The child's parent is this process's parent: the
-/// daemon is notified of its exit. Returns 0 in the child.
+/// Forks, which is needed to enter a new PID namespace. The child's parent is this process's parent, the daemon, which
+/// is notified of its exit. Returns 0 in the child.
 fn fork_sibling() -> io::Result<i64> {
     let flags = libc::CLONE_PARENT | libc::SIGCHLD;
     // SAFETY: without its own stack and without shared memory this is fork(2), and this process has only one

@@ -5,9 +5,11 @@
 //!                 (FUSE)          (a disk, vsock)   (a socket)  └ a mount namespace with nothing else in it
 //! ```
 //!
-//! `main.rs` is the program; this library is the daemon's part.
+//! `main.rs` is the program. This library is the daemon's part, and the messages that the program parses.
 
 pub mod attach;
+#[cfg(feature = "serve")]
+pub mod wire;
 
 /// The directory of the shares, each under its name.
 pub const ROOT: &str = "/shares";

@@ -1,13 +1,13 @@
 //! The part of the NBD protocol that a VMM's disk needs: one export, simple replies, reads and writes.
 //!
-//! Follows the NetworkBlockDevice project's `doc/proto.md`. All integers are big-endian. The client is a VMM,
-//! which may be compromised: everything it sends is limited, and an unknown message ends the connection.
+//! Follows the NetworkBlockDevice project's `doc/proto.md`. All integers are big-endian. The client is a VMM, which may
+//! be compromised: everything that it sends is limited, and an unknown message ends the connection.
 
 use std::io::{self, Read, Write};
 
 use sandboxer_protocol::share::disk::{SECTOR, SIZE};
 
-/// Most bytes of one request: a VMM splits longer ones.
+/// The most bytes of one request: a VMM splits longer ones.
 pub const MAX_LENGTH: usize = 2 << 20;
 /// Length of a request without its data, bytes.
 pub const REQUEST: usize = 28;
@@ -28,7 +28,7 @@ const REPLY_INFO: u32 = 3;
 const REPLY_UNSUPPORTED: u32 = 0x8000_0001;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
-/// Longest option, and most options.
+/// The longest option, bytes, and the most options.
 const MAX_OPTION: usize = 4096;
 const MAX_OPTIONS: usize = 32;
 
@@ -92,11 +92,11 @@ fn read<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
 /// The command of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Read bytes of the disk.
+    /// The command to read bytes of the disk.
     Read,
-    /// Write the bytes after the request to the disk.
+    /// The command to write the bytes after the request to the disk.
     Write,
-    /// Disconnect.
+    /// The command to disconnect.
     Disconnect,
     /// A command that was not offered.
     Other,
@@ -105,13 +105,13 @@ pub enum Kind {
 /// A request of a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Its command.
+    /// The command of the request.
     pub kind: Kind,
-    /// The VMM's identifier of the request.
+    /// The identifier that the VMM gave the request.
     pub cookie: u64,
-    /// Offset of the first byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// Number of bytes, at most [`MAX_LENGTH`].
+    /// The number of bytes, at most [`MAX_LENGTH`].
     pub length: usize,
 }
 

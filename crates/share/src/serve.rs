@@ -8,14 +8,15 @@ use std::{
 };
 
 use anyhow::Context;
+use nix::sched::{CloneFlags, unshare};
 use sandboxer_protocol::{link::LinkKey, share::SLOTS};
 
 use crate::{confine, disk::Mailbox, files::Files, jail::Ready, stream::Streams};
 
-/// Requests carried out at a time: while some wait for a slow disk, others are served. A guest never has more
-/// in flight.
+/// The number of requests carried out at a time: while some wait for a slow disk, others are served. A guest never has
+/// more in progress.
 const THREADS: usize = SLOTS;
-/// Stack of a thread, bytes.
+/// The size of a thread's stack, bytes.
 const STACK: usize = 256 << 10;
 
 /// The transport of requests.
@@ -23,7 +24,7 @@ const STACK: usize = 256 << 10;
 pub enum Transport {
     /// A disk of the VMM that connects.
     Disk,
-    /// Each connection is a stream of requests after this key.
+    /// Streams: on each connection, requests follow this key.
     Streams(LinkKey),
 }
 
@@ -38,7 +39,7 @@ impl Transport {
     }
 }
 
-/// Accepts connections and carries out their requests.
+/// The part that accepts connections and carries out their requests.
 enum Backend {
     Disk(Box<Mailbox>),
     Streams(Streams),
@@ -54,7 +55,7 @@ impl Backend {
 
     fn accept(&self, connection: UnixStream) {
         match self {
-            // However it ends, the next connection is served.
+            // The next connection is served, however this one ends.
             Self::Disk(mailbox) => drop(mailbox.serve(connection)),
             Self::Streams(streams) => streams.accept(connection),
         }
@@ -62,9 +63,14 @@ impl Backend {
 }
 
 /// Serves all connections.
-pub fn serve(listener: UnixListener, transport: Transport, null: File, ready: Ready) -> anyhow::Result<()> {
-    let output = null.try_clone().context("cannot duplicate a descriptor")?;
-    let files = Arc::new(Files::open(null)?);
+pub fn serve(
+    listener: UnixListener,
+    transport: Transport,
+    files: Files,
+    null: &File,
+    ready: Ready,
+) -> anyhow::Result<()> {
+    let files = Arc::new(files);
     let backend = Arc::new(match transport {
         Transport::Disk => Backend::Disk(Box::new(Mailbox::new(files))),
         Transport::Streams(key) => Backend::Streams(Streams::new(files, key)),
@@ -73,7 +79,9 @@ pub fn serve(listener: UnixListener, transport: Transport, null: File, ready: Re
     for _ in 0..THREADS {
         let (backend, restricted) = (Arc::clone(&backend), restricted.clone());
         let work = move || {
-            let done = confine::restrict_calls();
+            // Each thread needs its own mask of permissions.
+            let own = unshare(CloneFlags::CLONE_FS).context("cannot leave the process's working directory");
+            let done = own.and_then(|()| confine::restrict_calls());
             let may_serve = done.is_ok();
             // The receiver gets the error.
             let _ = restricted.send(done);
@@ -87,10 +95,10 @@ pub fn serve(listener: UnixListener, transport: Transport, null: File, ready: Re
         all_restricted.recv().context("a thread exited early")??;
     }
     ready.signal().context("cannot signal readiness")?;
-    // No process reads its output from here on.
-    rustix::stdio::dup2_stdin(&output)?;
-    rustix::stdio::dup2_stdout(&output)?;
-    rustix::stdio::dup2_stderr(&output)?;
+    // No process reads this process's output from here on.
+    rustix::stdio::dup2_stdin(null)?;
+    rustix::stdio::dup2_stdout(null)?;
+    rustix::stdio::dup2_stderr(null)?;
     confine::restrict_calls()?;
     loop {
         let (connection, _) = listener.accept().context("cannot accept a connection")?;

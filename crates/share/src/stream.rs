@@ -5,8 +5,8 @@
 //! server                   response …            response …
 //! ```
 //!
-//! Only the guest's agent knows the key: any process in a guest may connect to its host's ports, but only its
-//! kernel may request files.
+//! Only the guest's agent knows the key: any process in a guest may connect to its host's ports, but only its kernel
+//! may request files.
 
 use std::{
     io::{self, Read, Write},
@@ -33,21 +33,21 @@ const KEY_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Streams {
     files: Arc<Files>,
     key: LinkKey,
-    /// Number of streams that are served, or about to be.
+    /// The number of streams that are served, or about to be.
     served: AtomicUsize,
     accepted: Sender<UnixStream>,
-    // One worker waits for the next stream, the others for the lock.
+    // One worker waits for the next stream, and the others for the lock.
     next: Mutex<Receiver<UnixStream>>,
 }
 
 impl Streams {
-    /// Creates an empty set. Streams that begin with `key` will be served.
+    /// Creates an empty set, which serves streams that begin with `key`.
     pub fn new(files: Arc<Files>, key: LinkKey) -> Self {
         let (accepted, next) = channel();
         Self { files, key, served: AtomicUsize::new(0), accepted, next: Mutex::new(next) }
     }
 
-    /// Accepts a stream, or closes it. None is queued: once there were many, the VMM would block.
+    /// Accepts a stream, or closes it. No stream is queued: with many queued ones, the VMM would block.
     pub fn accept(&self, mut stream: UnixStream) {
         if self.served.load(Ordering::Acquire) < SLOTS && self.has_key(&mut stream).unwrap_or(false) {
             self.served.fetch_add(1, Ordering::AcqRel);
@@ -70,7 +70,7 @@ impl Streams {
             }
         }
         stream.set_read_timeout(None)?;
-        // Takes the same time wherever they differ.
+        // The comparison takes the same time wherever the keys differ.
         Ok(given.iter().zip(self.key.as_bytes()).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0)
     }
 
@@ -80,7 +80,7 @@ impl Streams {
         loop {
             let next = self.next.lock().unwrap_or_else(PoisonError::into_inner).recv();
             let Ok(stream) = next else { return };
-            // However it ends: the guest sees it, and may reconnect.
+            // The guest notices how the stream ends, and may reconnect.
             let _ = serve(stream, &self.files, &mut request, &mut buffer);
             self.served.fetch_sub(1, Ordering::AcqRel);
         }
@@ -94,6 +94,6 @@ fn serve(mut stream: UnixStream, files: &Files, request: &mut [u8], buffer: &mut
         let length = Head::begins(request).ok_or_else(invalid)?;
         stream.read_exact(&mut request[REQUEST_HEAD..length])?;
         let head = Head::of(&request[..length]).ok_or_else(invalid)?;
-        stream.write_all(files.answer(head, &mut request[..length], buffer))?;
+        stream.write_all(files.answer(head, &request[..length], buffer))?;
     }
 }

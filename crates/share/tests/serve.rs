@@ -14,8 +14,12 @@ mod disk;
 mod escapes;
 #[path = "serve/files.rs"]
 mod files;
+#[path = "serve/kept.rs"]
+mod kept;
 #[path = "serve/kernel_double.rs"]
 mod kernel_double;
+#[path = "serve/semantics.rs"]
+mod semantics;
 #[path = "serve/server.rs"]
 mod server;
 #[path = "serve/squash.rs"]

@@ -25,32 +25,32 @@ pub struct Args {
     pub action: Action,
     /// The container's containerd namespace.
     pub namespace: String,
-    /// The container; empty if the action needs none.
+    /// The container's ID; empty if the action needs none.
     pub id: String,
-    /// Address of containerd's gRPC services; may be empty.
+    /// The address of containerd's gRPC services; may be empty.
     pub address: String,
-    /// Its bundle; `None`: the working directory.
+    /// The container's bundle; `None`: the working directory.
     pub bundle: Option<PathBuf>,
 }
 
 /// Why a command line is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
-    /// A flag of a newer containerd, or a typing error.
+    /// A flag belongs to a newer containerd, or is misspelt.
     #[error("unknown flag -{0}; containerd runs this program, for pods see sandboxer-cli")]
     UnknownFlag(String),
-    /// A flag without its value.
+    /// A flag has no value.
     #[error("flag -{0} needs a value")]
     NoValue(String),
-    /// An unknown action.
+    /// The action is unknown.
     #[error("unknown action {0:?}: expected start or delete")]
     UnknownAction(String),
-    /// No action.
+    /// The action is missing.
     #[error(
         "no action: expected -info, -v, start or delete; containerd runs this program, for pods see sandboxer-cli"
     )]
     NoAction,
-    /// An action without a container.
+    /// An action has no container.
     #[error("{0} needs -id")]
     NoId(&'static str),
 }
@@ -83,13 +83,13 @@ impl Args {
             match name.as_str() {
                 "info" => requested = Some(Action::Info),
                 "v" | "version" => requested = Some(Action::Version),
-                // containerd's log level; this program has no log.
+                // This is containerd's log level; this program has no log.
                 "debug" => {}
                 "namespace" => namespace = value()?,
                 "id" => id = value()?,
                 "bundle" => bundle = Some(PathBuf::from(value()?)).filter(|path| path.as_os_str() != ""),
                 "address" => address = value()?,
-                // For a shim that publishes events itself.
+                // These flags are for a shim that publishes events itself.
                 "publish-binary" | "socket" => drop(value()?),
                 _ => return Err(ArgsError::UnknownFlag(name)),
             }

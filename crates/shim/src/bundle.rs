@@ -5,20 +5,20 @@ use std::{fs, io, path::Path};
 use serde::Deserialize;
 use serde_json::json;
 
-/// Ours, for the daemon: which containerd runs this container.
+/// The file that tells the daemon which containerd runs this container.
 pub const LAUNCHED: &str = "sandboxer.json";
-/// Written by this program; containerd 1.6 and 1.7 read it when they are restarted.
+/// The file that this program writes, and that containerd 1.6 and 1.7 read when they are restarted.
 const ADDRESS: &str = "address";
-/// Written by containerd 2.0 and later.
+/// The file that containerd 2.0 and later write.
 const BOOTSTRAP: &str = "bootstrap.json";
 
-/// What `bootstrap.json` says.
+/// The content of `bootstrap.json`.
 #[derive(Debug, Deserialize)]
 struct Bootstrap {
     address: String,
 }
 
-/// Writes the address of the container's task service, and that of containerd's gRPC services.
+/// Writes the addresses of the container's task service and of containerd's gRPC services.
 pub fn write(dir: &Path, task: &str, containerd: &str) -> io::Result<()> {
     replace(dir, LAUNCHED, &json!({ "containerd": containerd }).to_string())?;
     replace(dir, ADDRESS, task)
@@ -31,7 +31,7 @@ fn replace(dir: &Path, name: &str, text: &str) -> io::Result<()> {
     fs::rename(partial, dir.join(name))
 }
 
-/// Returns the address of the container's task service; `None` if nobody has written it.
+/// Returns the address of the container's task service; `None` if no program has written it.
 pub fn address(dir: &Path) -> Option<String> {
     let bootstrap = fs::read(dir.join(BOOTSTRAP)).ok();
     let bootstrap = bootstrap.and_then(|text| serde_json::from_slice::<Bootstrap>(&text).ok());

@@ -1,11 +1,11 @@
 //! `delete`: containerd has closed or lost its connection for a container, and removes the container next.
 //!
-//! Most often the container was deleted before and there is nothing to do. Otherwise containerd is about to
-//! report it as dead, so it must not keep running: this program asks the daemon to kill it. If the daemon
-//! does not respond, this program exits anyway, within containerd's five seconds.
+//! Usually the container was deleted before, and there is nothing to do. Otherwise containerd is about to report it as
+//! dead, so it must not keep running: this program makes the daemon kill it. If the daemon does not respond, this
+//! program exits anyway, within containerd's five seconds.
 //!
-//! A sandbox container is its pod: the daemon stops the VM. If it cannot be asked now, it removes the pod later, when it finds
-//! that containerd has removed the bundle.
+//! A sandbox container is its pod: the daemon stops the VM. If the daemon cannot be reached now, it removes the pod
+//! later, when it finds that containerd has removed the bundle.
 
 use std::{path::PathBuf, sync::mpsc, thread, time::Duration};
 
@@ -21,12 +21,12 @@ use protobuf::well_known_types::timestamp::Timestamp;
 
 use crate::{args::Args, bundle};
 
-/// Time limit of all requests to the daemon, below containerd's `io.containerd.timeout.shim.cleanup` of 5 s.
+/// The time limit of all requests to the daemon, below containerd's `io.containerd.timeout.shim.cleanup` of 5 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
 const SIGKILL: u32 = 9;
 
-/// Exit status of a container with an unknown end: killed.
+/// The exit status of a container whose end is unknown: killed.
 const KILLED: u32 = 128 + SIGKILL;
 
 /// Kills the container if it still exists. Returns its exit, as far as known.
@@ -43,8 +43,8 @@ pub fn delete(args: &Args) -> DeleteResponse {
     })
 }
 
-/// Returns the result of `ask`, unless it exceeds `limit`: even connecting may block, and this process exits
-/// with its main thread.
+/// Returns the result of `ask`, unless it exceeds `limit`: even connecting may block, and this process exits with its
+/// main thread.
 fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> Option<T> + Send + 'static) -> Option<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
     thread::spawn(move || sender.send(ask()));
@@ -60,7 +60,7 @@ fn end(address: &str, namespace: &str, id: &str) -> Result<DeleteResponse, ttrpc
             let wait = WaitRequest { id: id.to_owned(), ..Default::default() };
             daemon.wait(context(namespace), &wait)?;
         }
-        // It does not exist, or has already exited.
+        // The container does not exist, or has already exited.
         Err(error) if is_not_found(&error) => {}
         Err(error) => return Err(error),
     }

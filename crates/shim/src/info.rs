@@ -1,4 +1,4 @@
-//! `-info`: description of this runtime, and the mounts that it handles itself.
+//! `-info`: describes this runtime, and the mounts that it handles itself.
 
 use containerd_shim_protos::{
     protobuf::well_known_types::any::Any,
@@ -11,11 +11,11 @@ const ALLOW_MOUNTS: &str = "containerd.io/runtime-allow-mounts";
 /// File systems that become disks of a pod's VM instead of mounts on the host, and the transformations
 /// (`…/*`) that containerd's mount manager would otherwise do to mount them.
 ///
-/// No effect on snapshotters with plain mounts (overlayfs, native): the mount manager handles only mounts
-/// with a transformation or with a handler of their own.
+/// Has no effect on snapshotters with plain mounts (overlayfs, native): the mount manager handles only mounts with a
+/// transformation or with a handler of their own.
 const CLAIMED: &str = "erofs,ext4,mkfs/*,format/*,mkdir/*";
 
-/// The type of [`features`]' value in containerd.
+/// The type of the value of [`features`] in containerd.
 const FEATURES: &str = "types.containerd.io/opencontainers/runtime-spec/1/features/Features";
 
 /// Returns the OCI features, as in the runtime specification's features.md. containerd rejects features that

@@ -7,8 +7,8 @@
 //! | `… delete` | when its connection for a container has closed | `containerd.task.v3.DeleteResponse` |
 //! | `… start` | before each container, by a containerd without a sandbox controller | the daemon's address |
 //!
-//! On success stderr is empty: containerd would log its content as a warning at each removal, and read it as a part of the
-//! address at a start.
+//! On success stderr is empty: containerd would log its content as a warning at each removal, and read it as a part of
+//! the address at a start.
 
 mod args;
 mod bundle;

@@ -1,5 +1,5 @@
-//! `start`: a containerd without a sandbox controller asks for a task server for each container, also for a pod's sandbox
-//! container. The resident daemon serves all of them, so this program names its socket and exits.
+//! `start`: a containerd without a sandbox controller requests a task server for each container, including a pod's
+//! sandbox container. The resident daemon serves all of them, so this program prints the daemon's socket and exits.
 //!
 //! | containerd | standard input | answer |
 //! |---|---|---|
@@ -28,23 +28,23 @@ use crate::{args::Args, bundle};
 const CONFIG: &str = "/etc/sandboxer/config.toml";
 /// The daemon's default `run_dir`.
 const RUN_DIR: &str = "/run/sandboxer";
-/// Its task service, in that directory.
+/// The daemon's task service in that directory.
 const TASK_SOCKET: &str = "task.sock";
-/// Most bytes of standard input, as containerd's own programs accept.
+/// The most bytes of standard input, the limit of containerd's own programs.
 const MAX_STDIN: u64 = 10 << 20;
-/// Most bytes of a configuration file.
+/// The most bytes of a configuration file.
 const MAX_CONFIG: u64 = 4 << 20;
 
-/// The type of options for a runtime that containerd does not know; prefixed or not.
+/// The type of options for a runtime that containerd does not know, with or without a prefix.
 const OPTIONS: &str = "runtimeoptions.v1.Options";
-/// Its field with the path of a configuration file.
+/// The field of these options with the path of a configuration file.
 const CONFIG_PATH: u32 = 2;
 
 /// The only version of the task service that all these containerds speak.
 const TASK_VERSION: u32 = 2;
 
-/// Hands the container in the bundle `dir` over to the daemon. Returns the answer for containerd, in the form for its
-/// `MAX_SHIM_VERSION`; `None`: it has set none.
+/// Hands the container in the bundle `dir` over to the daemon. Returns the response for containerd, in the form for its
+/// `MAX_SHIM_VERSION`; `None`: containerd has set none.
 pub fn start(args: &Args, dir: &Path, stdin: impl Read, max_version: Option<&str>) -> anyhow::Result<String> {
     let mut input = Vec::new();
     stdin.take(MAX_STDIN).read_to_end(&mut input).context("cannot read the runtime's options from stdin")?;
@@ -69,14 +69,14 @@ pub fn start(args: &Args, dir: &Path, stdin: impl Read, max_version: Option<&str
 /// Returns the configuration file that the runtime's options name.
 fn config_path(input: &[u8], id: &str) -> Option<PathBuf> {
     let options = match BootstrapParams::parse_from_bytes(input) {
-        // Options have a type in this field, not an id.
+        // Options have a type in this field, not an ID.
         Ok(params) if params.instance_id == id => {
             let mut extensions = params.extensions.into_iter().filter_map(|entry| entry.value.into_option());
             extensions.find(is_options)?
         }
         _ => Any::parse_from_bytes(input).ok().filter(is_options)?,
     };
-    // A message without fields of its own: all are in the unknown ones.
+    // This message has no fields of its own, so all fields are unknown ones.
     let fields = Empty::parse_from_bytes(&options.value).ok()?;
     match fields.special_fields.unknown_fields().get(CONFIG_PATH)? {
         UnknownValueRef::LengthDelimited(path) if !path.is_empty() => {
@@ -160,7 +160,7 @@ mod tests {
         }
     }
 
-    /// Returns options as containerd packs them.
+    /// Returns options in the form in which containerd packs them.
     fn options(type_url: &str, config: &Path) -> Any {
         let path = config.display().to_string();
         let value = message(&[(1, b"some.type"), (CONFIG_PATH, path.as_bytes())]);
@@ -199,7 +199,7 @@ mod tests {
         let place = Place::new();
         let any = options(OPTIONS, &place.path("config.toml")).write_to_bytes().unwrap();
         let address = place.start(&any, None).unwrap();
-        // Twice: containerd may try again.
+        // A second start follows: containerd may try again.
         place.start(&any, None).unwrap();
         assert_eq!(fs::read_to_string(place.path("bundle/address")).unwrap(), address);
         let kept: serde_json::Value =
@@ -226,7 +226,7 @@ mod tests {
         assert!(error.contains("none/task.sock") && error.contains("systemctl start sandboxer"), "{error}");
     }
 
-    /// This program does not use their crates, which are the daemon's.
+    /// This program does not use the daemon's crates, which have these defaults.
     #[test]
     fn defaults_are_the_daemons() {
         assert_eq!(sandboxer_config::Config::default().run_dir, Path::new(RUN_DIR));

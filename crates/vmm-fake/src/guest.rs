@@ -1,4 +1,4 @@
-//! What a test supplies in place of a guest.
+//! The functions that a test supplies in place of a guest.
 
 use std::path::PathBuf;
 
@@ -6,24 +6,24 @@ use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use sandboxer_vmm::{DiskSpec, VmExit};
 use tokio::{net::UnixStream, sync::watch};
 
-/// The argument of the guest function; it is called once for each stream that the host opens.
+/// The argument of the guest function, which is called once for each stream that the host opens.
 #[derive(Debug)]
 pub struct FakeGuest {
-    /// As on its kernel's command line.
+    /// Boot parameters, as on the kernel command line of a real guest.
     pub boot: BootParams,
-    /// The key by which its agent authenticates the host; the same for the VM's lifetime.
+    /// The key with which the agent authenticates the host; the same for the VM's lifetime.
     pub link_key: watch::Sender<LinkKey>,
-    /// Its end of the link.
+    /// The guest's end of the link.
     pub stream: UnixStream,
     /// Disks that are attached now.
     pub disks: watch::Receiver<Vec<DiskSpec>>,
-    /// Memory that it has now, MiB.
+    /// The guest's current memory, MiB.
     pub memory_mib: watch::Receiver<u64>,
-    /// Its vCPUs.
+    /// The guest's current number of vCPUs.
     pub vcpus: watch::Receiver<u32>,
-    /// Socket to which it connects for each stream of file requests.
+    /// Path of the socket to which the guest connects for each stream of file requests.
     pub shares: PathBuf,
-    /// Its power switch.
+    /// The guest's power switch.
     pub power: Power,
 }
 

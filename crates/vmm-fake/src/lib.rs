@@ -31,14 +31,14 @@ use self::{
 /// What goes wrong with the VMs of a [`FakeVmm`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Fault {
-    /// Nothing.
+    /// No fault.
     #[default]
     None,
     /// The VMM exits while it starts.
     FailsToBoot,
-    /// The VMM starts but never answers.
+    /// The VMM starts but never responds.
     Hangs,
-    /// The VM runs, but its agent does not answer.
+    /// The VM runs, but its agent does not respond.
     NeverReady,
     /// The VMM refuses every disk.
     RefusesDisks,
@@ -46,23 +46,23 @@ pub enum Fault {
     RefusesTemplates,
     /// The VMM exits while it starts a VM with more memory, MiB.
     FailsToBootOver(u64),
-    /// The VMM never answers a restore.
+    /// The VMM never responds to a restore.
     HangsOnRestore,
-    /// Guests plug no more than this much memory, and unplug none, MiB.
+    /// Guests plug no more than this much memory, MiB, and unplug none.
     PlugsAtMost(u64),
-    /// Guests give up no vCPU.
+    /// Guests release no vCPU.
     KeepsVcpus,
 }
 
 /// What is wrong with a running VM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ailment {
-    /// Nothing.
+    /// No ailment.
     #[default]
     None,
-    /// Its VMM does not answer a later daemon.
+    /// The VMM does not respond to a later daemon.
     Silent,
-    /// Nor does it end when it is killed, as a process that waits for a disk.
+    /// As [`Ailment::Silent`]; in addition the VMM survives being killed, like a process that waits for a disk.
     Undying,
 }
 
@@ -85,7 +85,7 @@ impl FakeVmm {
         Self::named("fake", guest)
     }
 
-    /// Returns the same under the name of a real VMM.
+    /// Returns the same VMM under the name of a real one.
     pub fn named(name: &'static str, guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
         Self {
             name,
@@ -102,7 +102,7 @@ impl FakeVmm {
         *lock(&self.fault) = fault;
     }
 
-    /// Simulates an upgrade of the VMM's program.
+    /// Simulates an upgrade of the VMM program to `version`.
     pub fn upgrade(&self, version: &str) {
         version.clone_into(&mut lock(&self.version));
     }
@@ -127,13 +127,22 @@ impl FakeVmm {
         }
     }
 
-    /// Returns the recorded VM, if it runs.
+    /// Returns the recorded VM, if it is running.
     fn recorded(&self, record: &VmRecord) -> Option<Arc<FakeVm>> {
         let vm = lock(&self.vms).get(&record.pod).cloned();
         vm.filter(|vm| vm.record == *record && vm.is_running())
     }
 
-    /// Returns the pods whose VMs run.
+    /// Returns the serial numbers of the disks of the VM of `pod`, sorted.
+    pub fn disks(&self, pod: &SandboxId) -> Vec<String> {
+        let vms = lock(&self.vms);
+        let disks = vms.get(pod).map(|vm| vm.disks.borrow().clone()).unwrap_or_default();
+        let mut serials: Vec<_> = disks.into_iter().map(|disk| disk.serial).collect();
+        serials.sort();
+        serials
+    }
+
+    /// Returns the pods whose VMs are running.
     pub fn running(&self) -> Vec<SandboxId> {
         let vms = lock(&self.vms);
         vms.values().filter(|vm| vm.is_running()).map(|vm| vm.record.pod.clone()).collect()

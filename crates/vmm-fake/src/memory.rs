@@ -11,7 +11,7 @@ pub(crate) struct Memory {
     boot_mib: u64,
     max_mib: u64,
     requested_mib: watch::Sender<u64>,
-    /// All that its guest has, MiB.
+    /// The guest's total memory, MiB.
     pub(crate) total_mib: watch::Sender<u64>,
 }
 
@@ -33,7 +33,7 @@ impl Memory {
         })
     }
 
-    /// Returns whether the VM can have `mib` more, and lets the guest have them.
+    /// Returns whether the VM can have `mib` MiB beside those of its boot, and lets the guest have them.
     pub(crate) fn request(&self, mib: u64, fault: Fault) -> bool {
         if mib > self.max_mib {
             return false;
@@ -56,7 +56,7 @@ pub(crate) struct Processors {
     boot: u32,
     max: u32,
     requested: watch::Sender<u32>,
-    /// All that its guest has.
+    /// The guest's total number of vCPUs.
     pub(crate) plugged: watch::Sender<u32>,
 }
 
@@ -74,7 +74,7 @@ impl Processors {
         Vcpus { plugged: *self.plugged.borrow(), requested: *self.requested.borrow(), max: self.max }
     }
 
-    /// Returns whether the VM can have `count`, and lets the guest have them.
+    /// Returns whether the VM can have `count` vCPUs, and lets the guest have them.
     pub(crate) fn request(&self, count: u32, fault: Fault) -> bool {
         let pending = *self.plugged.borrow() > *self.requested.borrow();
         if count > self.max || count < self.boot || pending {

@@ -30,7 +30,7 @@ use crate::{
 
 /// Socket on which the guest's file requests arrive.
 const SHARES: &str = "shares.sock";
-/// File of a frozen fake VM: the key of its link, hex.
+/// File of a frozen fake VM: the key of its link, in hex.
 pub(crate) const STATE: &str = "state";
 
 /// A running fake VM.
@@ -45,14 +45,14 @@ pub(crate) struct FakeVm {
     pub(crate) memory: Arc<Memory>,
     pub(crate) vcpus: Arc<Processors>,
     pub(crate) exit: watch::Sender<Option<VmExit>>,
-    /// Kept open while it runs.
+    /// The VM's taps, kept open while it runs.
     pub(crate) taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
     pub(crate) vms: Vms,
     pub(crate) last_stream: Arc<Mutex<Option<OwnedFd>>>,
-    /// Ends of streams to a guest that never listens.
+    /// The guest's ends of streams to a guest that never listens.
     pub(crate) unheard: Arc<Mutex<Vec<UnixStream>>>,
     pub(crate) ailment: Arc<Mutex<Ailment>>,
-    /// Bytes that its VMM has written.
+    /// Number of bytes that the VMM has written.
     pub(crate) written: Arc<AtomicU64>,
 }
 
@@ -139,7 +139,6 @@ impl Vm for FakeVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         self.reachable("attach_disk")?;
-        fs::metadata(&disk.path).map_err(self.path_error("attach", disk.path.clone()))?;
         let plugged = self.fault != Fault::RefusesDisks
             && self.disks.send_if_modified(|disks| {
                 let new = disks.iter().all(|known| known.serial != disk.serial);
@@ -153,7 +152,7 @@ impl Vm for FakeVm {
         }
         Err(VmmError::Refused {
             pod: self.record.pod.clone(),
-            call: format!("attaching {} as disk {}", disk.path.display(), disk.serial),
+            call: format!("attaching {} as disk {}", disk.file.name().display(), disk.serial),
             reason: "injected refusal, or a disk of that serial is there already".into(),
         })
     }
@@ -249,7 +248,7 @@ impl Vm for FakeVm {
 
     async fn kill(&self) -> Result<(), VmmError> {
         if self.is_running() && *lock(&self.ailment) == Ailment::Undying {
-            // As long as the caller of a real VMM waits.
+            // As long as a caller of a real VMM waits.
             tokio::time::sleep(Duration::from_millis(50)).await;
             return Err(self.hung("SIGKILL"));
         }

@@ -6,25 +6,25 @@ use sandboxer_config::Accelerator;
 
 use super::kvm::{self, KvmUnusable};
 
-/// Time limit of KVM's test; a slower KVM is not usable. The test takes 0.15 s on a host that is not busy.
+/// Time limit of the KVM test, which takes 0.15 s on an idle host. A KVM that takes longer is not usable.
 const KVM_TEST_LIMIT: Duration = Duration::from_secs(5);
 
-/// Why guests cannot run as configured.
+/// The reason why guests cannot run as configured.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceleratorError {
-    /// The configuration asks for KVM.
+    /// The configuration requires KVM, which is not usable.
     #[error(
         "accelerator \"kvm\" is configured but does not work on this host: set it to \"auto\" or \"tcg\""
     )]
     NoKvm(#[source] KvmUnusable),
-    /// The test did not end.
+    /// The KVM test did not end.
     #[error(
         "accelerator \"kvm\" is configured but its test did not end within {0:?}: set it to \"auto\" or \"tcg\""
     )]
     KvmHung(Duration),
 }
 
-/// Returns the accelerator, and why it was chosen.
+/// Returns the accelerator, and the reason for the choice.
 pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), AcceleratorError> {
     if configured == Accelerator::Tcg {
         return Ok(("tcg", "configured".into()));
@@ -41,7 +41,7 @@ pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), A
     decide(configured, unusable)
 }
 
-/// Decides about a KVM that failed its test: one that is only too slow is used if it is configured by name.
+/// Decides about a KVM that failed its test. One that is only too slow is used if the configuration names it.
 fn decide(
     configured: Accelerator,
     unusable: AcceleratorError,

@@ -16,7 +16,7 @@
 //! /template/                links to the inherited files from which a frozen VM is copied
 //! ```
 //!
-//! Its seccomp filters are on, and so is Landlock if this kernel has it.
+//! Cloud Hypervisor's seccomp filters are on, and so is Landlock where the kernel has it.
 
 pub mod api;
 pub(crate) mod events;
@@ -58,9 +58,9 @@ use super::{
     watched::Watched,
 };
 
-/// As in [`VmmInfo::name`].
+/// The value of [`VmmInfo::name`].
 pub const NAME: &str = "cloud-hypervisor";
-/// The guest's vsock address. Each VM has a vsock of its own, so all can have the same.
+/// The guest's vsock address. Each VM has its own vsock, so all can have the same address.
 const CID: u32 = 3;
 
 /// Cloud Hypervisor, of a supported version.
@@ -74,7 +74,7 @@ pub struct CloudHypervisor {
 }
 
 impl CloudHypervisor {
-    /// Reads the version of the configured program. `reason` explains the choice, for people.
+    /// Reads the version of the configured program. `reason` explains the choice to the operator.
     pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
         let version = Version::of(&config.cloud_hypervisor).await?;
         let landlock = landlock::usable();
@@ -110,7 +110,7 @@ impl CloudHypervisor {
             serial: wire::Console { mode: wire::ConsoleMode::Tty },
             console: wire::Console { mode: wire::ConsoleMode::Off },
             vsock: wire::Vsock { cid: CID, socket: Path::new(ROOM).join(vsock::SOCKET) },
-            // A huge page that is dropped loses its reservation.
+            // The host drops a reported huge page together with its reservation.
             balloon: wire::Balloon { size: 0, free_page_reporting: !spec.huge_pages },
             landlock_enable: self.landlock,
             landlock_rules: vec![wire::LandlockRule { path: ROOM.into(), access: "rw" }],
@@ -157,7 +157,7 @@ impl CloudHypervisor {
         let room = watched.room().await?;
         let listen = match boots {
             Some(_) => Link::new,
-            // Its agent announced itself before the freeze.
+            // A restored agent announced itself before the freeze.
             None => Link::of_running,
         };
         let link =
@@ -186,8 +186,8 @@ impl CloudHypervisor {
         }))
     }
 
-    /// Adds to `inherited` what the VM begins with. Returns the configuration of a VM that boots; `None`: it is
-    /// restored.
+    /// Adds to `inherited` the files that the VM begins with. Returns the configuration of a VM that boots, or `None`
+    /// for one that is restored.
     fn prepare(&self, spec: &VmSpec, begin: Begin, inherited: &mut Vec<OwnedFd>) -> Option<wire::VmConfig> {
         match begin {
             Begin::Boot { memory } => {
@@ -205,7 +205,7 @@ impl CloudHypervisor {
         }
     }
 
-    /// Makes the VMM, which runs as `user`, boot the VM, or restore it, and attach its network interfaces.
+    /// Makes the VMM, which runs as `user`, boot or restore the VM and attach its network interfaces.
     async fn create(
         &self,
         spec: &VmSpec,
@@ -222,7 +222,7 @@ impl CloudHypervisor {
                 drop(shown);
             }
             None => {
-                // It opens them at the paths at which the frozen VM had its own.
+                // The VMM opens the disks at the paths that they had in the frozen VM.
                 let _shown = watched.show(template::CALL, user, &spec.disks).await?;
                 watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?;
             }
@@ -241,12 +241,12 @@ impl CloudHypervisor {
 /// How a VM starts.
 #[derive(Debug)]
 enum Begin {
-    /// It boots.
+    /// The VM boots.
     Boot {
-        /// File for its memory; `None`: private memory.
+        /// File for the guest's memory; `None`: private memory.
         memory: Option<OwnedFd>,
     },
-    /// It is a paused copy, made of these files; links in the jail lead to them.
+    /// The VM is a paused copy, made of these files, to which links in the jail lead.
     Restore([OwnedFd; 3]),
 }
 
@@ -295,12 +295,13 @@ impl Vmm for CloudHypervisor {
     }
 }
 
-/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.
+/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to this and to each later
+/// call.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
     let Some(process) = record.process()?.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
         Ok(vm) => Ok(Some(Arc::new(vm))),
-        // Most likely because it ended meanwhile.
+        // The VMM has most likely ended meanwhile.
         Err(error) => match tokio::time::timeout(limit, process.exited()).await {
             Ok(_) => Ok(None),
             Err(_) => Err(error),
@@ -308,7 +309,7 @@ pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn 
     }
 }
 
-/// Opens what connects an earlier daemon to a running VMM, and the API.
+/// Opens the connections of an earlier daemon to a running VMM, and the API.
 async fn take_over(
     record: &VmRecord,
     process: Arc<sandboxer_process::Process>,
@@ -329,7 +330,7 @@ async fn take_over(
     let watched = Watched::new(pod, process, captures);
     let events = Followed::new(events, &watched);
     let room = watched.room().await?;
-    watched.clear().await?;
+    watched.clear(user).await?;
     let link = Link::of_running(room.clone()).map_err(path_error(
         pod,
         "listen on",
@@ -346,8 +347,8 @@ async fn take_over(
     Ok(CloudHypervisorVm { record, watched, events, api, room, link, user, call_timeout: limit, freezable })
 }
 
-/// Returns the VMM's arguments: its inherited descriptors, and its seccomp filters. It learns all else over its API,
-/// Landlock too: it accepts `--landlock` only together with the description of a VM.
+/// Returns the VMM's arguments: its inherited descriptors and its seccomp filters. Everything else goes over its API,
+/// even Landlock: the VMM accepts `--landlock` only together with the description of a VM.
 fn arguments(control: RawFd, event_pipe: RawFd) -> Vec<OsString> {
     let (control, event_pipe) = (format!("fd={control}"), format!("fd={event_pipe}"));
     ["--api-socket", &control, "--event-monitor", &event_pipe, "--seccomp", "true"].map(OsString::from).into()

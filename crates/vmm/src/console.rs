@@ -1,7 +1,7 @@
 //! Reads a guest's console log while it is being written.
 //!
 //! The log is two files of bounded size: [`FILE`], and [`OLDER`] with the half before it. When the newer file is full,
-//! it becomes the older one.
+//! it replaces the older one.
 
 use std::{
     fs::File,
@@ -16,10 +16,10 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 /// The newer part of a console log, in its VM's run directory.
 pub const FILE: &str = "console.log";
-/// The older part.
+/// The older part of a console log.
 pub const OLDER: &str = "console.log.1";
 
-/// Bytes read at once.
+/// Bytes per read.
 const CHUNK: usize = 16 << 10;
 
 /// A console log being read.
@@ -33,11 +33,12 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens the log of the VM of `run_dir`.
+    /// Opens the console log of the VM in `run_dir`.
     pub fn open(run_dir: &Path) -> io::Result<Self> {
         let newer = run_dir.join(FILE);
         let changes = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
-        // The directory: a rotation is a rename in it. Added before opening, so that no change is missed.
+        // The watch is on the directory, in which a rotation is a rename, and is added before the files are opened, so
+        // that no change is missed.
         let wanted = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE_SELF;
         changes.add_watch(run_dir, wanted)?;
         let last = File::open(&newer)?;
@@ -51,7 +52,7 @@ impl Reader {
         Ok(Self { newer, open, next, changes })
     }
 
-    /// Streams all that is kept; then, with `follow`, what is added until the log is removed.
+    /// Streams everything that is kept and then, with `follow`, what is added until the log is removed.
     pub fn into_stream(self, follow: bool) -> impl Stream<Item = io::Result<Vec<u8>>> + Send {
         stream::unfold(Some(self), move |reader| async move {
             let mut reader = reader?;
@@ -63,7 +64,7 @@ impl Reader {
         })
     }
 
-    /// Returns the next bytes; none at the end.
+    /// Returns the next bytes; empty at the end.
     async fn chunk(&mut self, follow: bool) -> io::Result<Vec<u8>> {
         let mut chunk = vec![0; CHUNK];
         loop {
@@ -82,7 +83,7 @@ impl Reader {
             if let Ok(newest) = File::open(&self.newer)
                 && newest.metadata()?.ino() != self.open.metadata()?.ino()
             {
-                // Rotated: the open file is now the older half; it is read to its end after one more check.
+                // After a rotation the open file is the older half; it is read to its end after one more check.
                 self.next = Some(newest);
                 continue;
             }

@@ -1,7 +1,7 @@
 //! Firecracker as the VMM.
 //!
 //! ```text
-//! run_dir/console.log       the guest's serial port and the VMM's log (its stdout); bounded, the older half in console.log.1
+//! run_dir/console.log       the guest's serial port and the VMM's log (stdout), bounded; older half in console.log.1
 //! run_dir/vmm.log           its stderr, bounded as well
 //!
 //! and in its jail
@@ -15,7 +15,7 @@
 //! /run/frozen/              the state of a VM that is frozen
 //! ```
 //!
-//! It needs no `jailer`: the jail is that of all VMMs. Its seccomp filters are on.
+//! Firecracker needs no `jailer`, because all VMMs have a jail. Its seccomp filters are on.
 
 pub mod api;
 mod slots;
@@ -55,18 +55,18 @@ use super::{
     watched::Watched,
 };
 
-/// As in [`VmmInfo::name`].
+/// The value of [`VmmInfo::name`].
 pub const NAME: &str = "firecracker";
-/// The guest's vsock address. Each VM has a vsock of its own, so all can have the same.
+/// The guest's vsock address. Each VM has its own vsock, so all can have the same address.
 const CID: u32 = 3;
-/// Its arguments. It learns all else over its API.
+/// Firecracker's arguments. Everything else goes over its API.
 const ARGUMENTS: [&str; 5] = ["--enable-pci", "--level", "Warning", "--api-sock", "/run/api.sock"];
 
-/// The device by which a guest reports pages that it has freed, which the VMM drops.
+/// The device by which a guest reports freed pages, which the VMM then drops.
 const BALLOON: wire::Balloon =
     wire::Balloon { amount_mib: 0, deflate_on_oom: false, free_page_reporting: true };
 
-/// What a guest plugs and unplugs at once, MiB: the least.
+/// Unit in which a guest plugs and unplugs memory, MiB: the smallest possible one.
 const BLOCK_MIB: u64 = 2;
 
 /// The device by which taps are opened.
@@ -84,17 +84,17 @@ pub struct Firecracker {
 /// How a VM starts.
 #[derive(Debug)]
 enum Begin {
-    /// It boots.
+    /// The VM boots.
     Boot {
-        /// File for its memory, if it is to be frozen.
+        /// File for the guest's memory, if the VM is to be frozen.
         memory: Option<OwnedFd>,
     },
-    /// It is a paused copy, made of these files.
+    /// The VM is a paused copy, made of these files.
     Restore([OwnedFd; 2]),
 }
 
 impl Firecracker {
-    /// Reads the version of the configured program. `reason` explains the choice, for people.
+    /// Reads the version of the configured program. `reason` explains the choice to the operator.
     pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
         let version = Version::of(&config.firecracker).await?;
         Ok(Self {
@@ -162,7 +162,7 @@ impl Firecracker {
         let room = watched.room().await?;
         let listen = match load {
             None => Link::new,
-            // Its agent announced itself before the freeze.
+            // A restored agent announced itself before the freeze.
             Some(_) => Link::of_running,
         };
         let link =
@@ -171,20 +171,19 @@ impl Firecracker {
             Slots::create(room.clone()).map_err(path_error(pod, "write to the room of", ROOM.into()))?;
         let api = Api::new(room.clone(), self.boot_timeout);
         watched.answered("its API", api.listens()).await?;
-        // While it starts it opens its taps; that device is often root's alone.
-        let _tun = match spec.named_taps {
-            Some(_) => Permit::grant(Path::new(TUN), user, true).map_err(path_error(
-                pod,
-                "give access to",
-                TUN.into(),
-            ))?,
-            None => None,
-        };
+        // The VMM opens its taps while it starts; only root may be allowed to open the device.
+        let _tun =
+            match spec.named_taps {
+                Some(_) => File::open(TUN)
+                    .and_then(|tun| Permit::grant(tun, user, true))
+                    .map_err(path_error(pod, "give access to", TUN.into()))?,
+                None => None,
+            };
         match load {
             Some(load) => {
-                // In the same order, so into the same slots. The frozen VM's drives point there already.
+                // In the same order, so into the same slots. The frozen VM's drives already point there.
                 enter(spec, &mut slots)?;
-                // It opens them at the paths at which the frozen VM had its own.
+                // The VMM opens the disks at the paths that they had in the frozen VM.
                 let _shown = watched.show(template::CALL, user, &spec.disks).await?;
                 watched.answered(template::CALL, api.load(&load)).await?;
             }
@@ -292,23 +291,24 @@ impl Vmm for Firecracker {
     }
 }
 
-/// Enters the disks of `spec` into slots. Returns what points the slots' drives to them.
+/// Enters the disks of `spec` into slots. Returns the patches that point the slots' drives to them.
 fn enter(spec: &VmSpec, slots: &mut Slots) -> Result<Vec<DrivePatch>, VmmError> {
     let enter = |disk: &DiskSpec| {
-        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        let bytes =
-            slots::bytes_of(&disk.path).map_err(path_error(&spec.pod, "attach", disk.path.clone()))?;
+        let name = disk.file.name();
+        let call = format!("attaching {} as disk {}", name.display(), disk.serial);
+        let bytes = disk.file.bytes().map_err(path_error(&spec.pod, "attach", name.to_owned()))?;
         slots.take(disk, bytes).map_err(|error| vm::refused(&spec.pod, &call, error))
     };
     spec.disks.iter().map(enter).collect()
 }
 
-/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.
+/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to this and to each later
+/// call.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
     let Some(process) = record.process()?.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
         Ok(vm) => Ok(Some(Arc::new(vm))),
-        // Most likely because it ended meanwhile.
+        // The VMM has most likely ended meanwhile.
         Err(error) => match tokio::time::timeout(limit, process.exited()).await {
             Ok(_) => Ok(None),
             Err(_) => Err(error),
@@ -316,7 +316,7 @@ pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn 
     }
 }
 
-/// Opens what connects an earlier daemon to a running VMM, and the API.
+/// Opens the connections of an earlier daemon to a running VMM, and the API.
 async fn take_over(
     record: &VmRecord,
     process: Arc<sandboxer_process::Process>,
@@ -335,7 +335,11 @@ async fn take_over(
     ))?;
     let watched = Watched::new(pod, process, captures);
     let room = watched.room().await?;
-    watched.clear().await?;
+    watched.clear(user).await?;
+    // The VMM may have been starting when an earlier daemon was killed.
+    if let Err(error) = Permit::take_back(Path::new(TUN), user) {
+        tracing::warn!(%pod, %error, "cannot remove a VMM's entry from the access control list of {TUN}");
+    }
     let link = Link::of_running(room.clone()).map_err(path_error(
         pod,
         "listen on",
@@ -368,10 +372,11 @@ async fn take_over(
     })
 }
 
-/// Creates a pipe for the VMM's stdout: the daemon's end, and one that reads as well as writes.
+/// Creates a pipe for the VMM's stdout: the daemon's end, and an end that reads as well as writes.
 ///
-/// With it the pipe has a reader while no daemon runs. Without one, a message of the VMM's log raises SIGPIPE, whose handler
-/// waits for the lock of the log that the interrupted thread holds: the VMM would not answer any more.
+/// Because the VMM's end reads too, the pipe has a reader while no daemon runs. Without a reader, a log message raises
+/// SIGPIPE in the VMM, and the signal handler waits for the log's lock, which the interrupted thread holds: the VMM
+/// would hang.
 fn output() -> io::Result<(OwnedFd, OwnedFd)> {
     let (console, writer) = io::pipe()?;
     let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
@@ -404,7 +409,7 @@ fn kernel_line(spec: &VmSpec) -> String {
     format!("{KERNEL_WORDS} reboot=k {} {hotplug}{boot}", disk_index::WORD)
 }
 
-/// Returns the memory that the guest can get while it runs, if any.
+/// Returns the memory that the guest can get while it runs; `None`: it can get none.
 fn memory_hotplug(spec: &VmSpec) -> Option<wire::MemoryHotplug> {
     (spec.growth_mib > 0).then_some(wire::MemoryHotplug {
         total_size_mib: spec.growth_mib,

@@ -1,4 +1,4 @@
-//! A frozen VM, as its VMM wrote it.
+//! A frozen VM, as its VMM has written it.
 
 use std::{
     collections::BTreeMap,
@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-/// Name of the guest's memory among the files of a frozen VM, for a VMM that keeps it in
+/// Name of the file with the guest's memory in a frozen VM, for a VMM that keeps it in
 /// [`VmSpec::memory_file`](super::VmSpec::memory_file).
 pub const MEMORY: &str = "memory";
 
-/// The least age of a VM on KVM before it is frozen.
+/// Minimum age of a VM on KVM before it is frozen.
 ///
 /// The CPU of a copy is created with a time stamp counter of 0 and then gets the template's. If the written value
 /// differs by less than a second from the expected one, KVM before Linux 6.7 assumes a synchronization with the other
@@ -29,20 +29,20 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Returns the files that were read from `dir`.
+    /// Returns the frozen VM of `files`, which were read from `dir`.
     pub fn new(dir: PathBuf, files: BTreeMap<String, File>) -> Self {
         Self { dir, files }
     }
 
-    /// Returns where they were read from, for people.
+    /// Returns the directory that the files were read from, for messages.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Opens one of the files at its beginning.
+    /// Opens the file `name` at its beginning.
     pub fn file(&self, name: &str) -> io::Result<OwnedFd> {
         let file = self.files.get(name).ok_or(io::ErrorKind::NotFound)?;
-        // Reopened: a duplicate would share its position with all others.
+        // Reopened, because a duplicate would share its position with all others.
         Ok(File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?.into())
     }
 }

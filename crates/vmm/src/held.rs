@@ -1,4 +1,4 @@
-//! A VMM of an earlier daemon that may not answer: the daemon can only wait for its end, or kill it.
+//! A VMM of an earlier daemon that may not respond. The daemon can only wait for its end or kill it.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -15,17 +15,17 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// A VMM of which only the processes are known.
 #[async_trait]
 pub trait Held: Send + Sync + fmt::Debug {
-    /// Waits for the end of its process, by event. Cancel-safe; can be called repeatedly.
+    /// Waits for the end of the VMM process, by event. Cancel-safe; can be called repeatedly.
     async fn ended(&self) -> VmExit;
 
-    /// Kills it and waits until its process is gone.
+    /// Kills the VMM and waits until its process is gone.
     async fn end(&self) -> Result<(), VmmError>;
 
-    /// Returns what it has written so far; `None` if the kernel does not report it.
+    /// Returns what the VMM has written so far; `None` if the kernel does not report it.
     fn written(&self) -> Option<Written>;
 }
 
-/// The VMM processes of one pod, by pidfd. Usually one.
+/// The VMM processes of one pod, held by pidfd; usually one.
 #[derive(Debug)]
 pub struct HeldProcesses {
     pod: SandboxId,
@@ -33,13 +33,13 @@ pub struct HeldProcesses {
 }
 
 impl HeldProcesses {
-    /// Opens the process of a recorded VM. `None`: it has ended.
+    /// Opens the process of a recorded VM. `None`: the VM has ended.
     pub fn of(record: &VmRecord) -> Result<Option<Self>, VmmError> {
         let found = record.process()?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
 
-    /// Opens the processes that were started for the VM of `pod` in `run_dir` without a record. `None`: there are
+    /// Opens the processes that were started without a record for the VM of `pod` in `run_dir`. `None`: there are
     /// none.
     pub fn strays(pod: &SandboxId, run_dir: &std::path::Path) -> Result<Option<Self>, VmmError> {
         let strays =
@@ -54,7 +54,7 @@ impl HeldProcesses {
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
     }
 
-    /// Returns its process ids.
+    /// Returns the IDs of the processes.
     pub fn pids(&self) -> Vec<u32> {
         self.processes.iter().map(|process| process.pid()).collect()
     }

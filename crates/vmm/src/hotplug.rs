@@ -1,7 +1,7 @@
-//! Memory and vCPUs that a guest gets, and gives back, while it runs.
+//! Memory and vCPUs that a guest gets and gives back while it runs.
 //!
-//! The VMM requests a size. The guest's kernel plugs and unplugs memory until it has that size, and tells nobody. It gives
-//! vCPUs up by itself, but does not use new ones before a process brings them online.
+//! The VMM requests a memory size. The guest's kernel plugs and unplugs memory until it has that size, and reports
+//! nothing. It releases vCPUs by itself, but uses new ones only after a process has brought them online.
 
 use std::{fs, time::Duration};
 
@@ -9,32 +9,32 @@ use tokio::time::Instant;
 
 use super::{Vm, VmmError};
 
-/// Memory is plugged in multiples of this, MiB: the size of a memory block of Linux on x86-64, and of a slot of
-/// Firecracker.
+/// Step in which memory is plugged, MiB: the size of a memory block of Linux on x86-64, and of a slot of Firecracker.
 pub const HOTPLUG_STEP_MIB: u64 = 128;
 
 /// Words on the kernel command line of a VM that can get memory.
 ///
-/// Without the first, a process would have to online each block of new memory. With the second, new memory is movable, so
-/// that it can be unplugged, unless there would be too little memory for the kernel itself.
+/// Without the first, a process would have to bring each block of new memory online. With the second, new memory is
+/// movable, so that it can be unplugged, unless the kernel itself would have too little memory.
 pub(crate) const KERNEL_WORDS: &str = "memhp_default_state=online memory_hotplug.online_policy=auto-movable";
 
-/// First and longest delay between two looks at what the guest has. It takes a few milliseconds for each 128 MiB.
+/// First and longest delay between two checks of the guest. It takes a few milliseconds for each 128 MiB.
 const FIRST_LOOK: Duration = Duration::from_millis(2);
 const LAST_LOOK: Duration = Duration::from_millis(50);
 
-/// Memory of a guest beside that of its boot.
+/// A guest's memory in addition to its boot memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HotpluggedMemory {
-    /// What the guest has, MiB.
+    /// Size that the guest has, MiB.
     pub plugged_mib: u64,
-    /// What it was last requested to have, MiB.
+    /// Size that was last requested, MiB.
     pub requested_mib: u64,
-    /// Most that it can have, MiB.
+    /// Maximum size, MiB.
     pub max_mib: u64,
 }
 
-/// Waits until the guest has the memory that was requested, or has made no progress for `patience`. Returns what it has.
+/// Waits until the guest has the requested memory or has made no progress for `patience`. Returns the memory that it
+/// has then.
 pub async fn settled(vm: &dyn Vm, patience: Duration) -> Result<Option<HotpluggedMemory>, VmmError> {
     let (mut last, mut changed, mut delay) = (None, Instant::now(), FIRST_LOOK);
     loop {
@@ -53,16 +53,16 @@ pub async fn settled(vm: &dyn Vm, patience: Duration) -> Result<Option<Hotplugge
 /// The number of a guest's vCPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Vcpus {
-    /// Those that its VMM runs.
+    /// Number of vCPUs that the VMM runs.
     pub plugged: u32,
-    /// As many as were last requested.
+    /// Number of vCPUs that was last requested.
     pub requested: u32,
-    /// Most that it can have.
+    /// Maximum number of vCPUs.
     pub max: u32,
 }
 
-/// Waits until the guest has given up the vCPUs that it is not to have, or has given up none for `patience`. Returns what
-/// it has.
+/// Waits until the guest has released its surplus vCPUs or has released none for `patience`. Returns the number that
+/// it has then.
 pub async fn given_up(vm: &dyn Vm, patience: Duration) -> Result<Option<Vcpus>, VmmError> {
     let (mut last, mut changed, mut delay) = (None, Instant::now(), FIRST_LOOK);
     loop {
@@ -78,7 +78,7 @@ pub async fn given_up(vm: &dyn Vm, patience: Duration) -> Result<Option<Vcpus>, 
     }
 }
 
-/// Returns the number of a VMM's threads that run vCPUs. The kernel knows it; a guest cannot change it.
+/// Returns the number of a VMM's threads that run vCPUs. The kernel reports it; a guest cannot change it.
 pub(crate) fn vcpu_threads(pid: u32) -> std::io::Result<u32> {
     let mut count = 0;
     for task in fs::read_dir(format!("/proc/{pid}/task"))? {
@@ -89,12 +89,12 @@ pub(crate) fn vcpu_threads(pid: u32) -> std::io::Result<u32> {
     Ok(count)
 }
 
-/// Returns the name of a request for vCPUs in errors.
+/// Returns the name of a vCPU request in errors.
 pub(crate) fn call_for_vcpus(count: u32) -> String {
     format!("a request for {count} vCPUs")
 }
 
-/// Returns the name of a request in errors.
+/// Returns the name of a memory request in errors.
 pub(crate) fn call(mib: u64) -> String {
     format!("a request for {mib} MiB of hotplugged memory")
 }

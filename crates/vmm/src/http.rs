@@ -1,7 +1,7 @@
-//! One call of a VMM's API: HTTP/1.1 on a unix socket; bounded, with a time limit.
+//! One call of a VMM's API: HTTP/1.1 on a Unix socket, bounded and with a time limit.
 //!
-//! Each call has its own connection, so an abandoned call cannot disturb another. The VMM runs a hostile
-//! guest: an answer over [`MAX_ANSWER`] is an error.
+//! Each call has its own connection, so an abandoned call cannot disturb another. The VMM runs a hostile guest: a
+//! response larger than [`MAX_ANSWER`] is an error.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -18,54 +18,55 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
 
-/// Most bytes of an answer's body.
+/// Maximum size of a response's body, bytes.
 const MAX_ANSWER: usize = 1 << 20;
 
-/// Why a call had no effect, or may have had none.
+/// The reason why a call had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
-    /// No process listens.
+    /// No process listens on the socket.
     #[error("cannot connect to {path:?}")]
     Connect {
-        /// The API's socket.
+        /// Path of the API's socket.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// No answer in time.
+    /// No response arrived in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
-    /// The VMM refused.
+    /// The VMM refused the call.
     #[error("{reason}")]
     Refused {
-        /// Status of the answer.
+        /// Status of the response.
         status: u16,
-        /// In the VMM's words, bounded.
+        /// The VMM's explanation, bounded.
         reason: String,
     },
-    /// An answer that is not valid.
+    /// The response is not valid.
     #[error("{0}")]
     Malformed(String),
-    /// The connection ended before the answer did.
+    /// The connection ended before the response did.
     #[error("connection ended before the answer")]
     Closed(#[source] hyper::Error),
 }
 
-/// A call.
+/// A call of the API.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// How it is made.
+    /// The HTTP method.
     pub method: Method,
-    /// Its path, from `/`.
+    /// Path of the request, which begins with `/`.
     pub path: &'a str,
-    /// JSON; may be empty.
+    /// The request's body, in JSON; may be empty.
     pub body: Bytes,
-    /// The statuses of a success.
+    /// Statuses that mean success.
     pub due: &'a [StatusCode],
 }
 
 impl Call<'_> {
-    /// Makes the call on `stream`, within `limit`. Returns the body of the answer; `reason` reads that of a refusal.
+    /// Makes the call on `stream`, within `limit`. Returns the body of the response; `reason` reads the body of a
+    /// refusal.
     pub async fn made_on(
         self,
         stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -98,7 +99,7 @@ impl Call<'_> {
             .body(Full::new(self.body))
             .map_err(|error| ApiError::Malformed(error.to_string()))?;
         let (mut requests, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(transport)?;
-        // Ends with this call, whatever the other side does.
+        // The connection ends with this call, whatever the other side does.
         let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
         let answer = requests.send_request(request).await.map_err(transport)?;
         let status = answer.status();
@@ -116,7 +117,7 @@ impl Call<'_> {
     }
 }
 
-/// Returns the error of a broken connection, or of one whose other side does not speak HTTP.
+/// Returns the error of a connection that broke, or whose other side does not speak HTTP.
 fn transport(error: hyper::Error) -> ApiError {
     match error.is_parse() {
         true => ApiError::Malformed(format!("not HTTP: {error}")),
@@ -129,7 +130,7 @@ pub fn write(body: &impl Serialize) -> Result<Bytes, ApiError> {
     serde_json::to_vec(body).map(Bytes::from).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
-/// Decodes the body of an answer.
+/// Decodes the body of a response.
 pub fn read<A: DeserializeOwned>(answer: &[u8]) -> Result<A, ApiError> {
     serde_json::from_slice(answer).map_err(|error| ApiError::Malformed(error.to_string()))
 }

@@ -1,4 +1,5 @@
-//! Guest memory in huge pages of the host. They are reserved before a VMM has them, so that none is missing when the guest uses them.
+//! Guest memory in huge pages of the host, which are reserved before the VMM starts, so that none is missing when the
+//! guest uses it.
 
 use std::os::fd::OwnedFd;
 
@@ -6,7 +7,7 @@ use sandboxer_process::huge_pages::Reserved;
 
 use super::{VmSpec, VmmError};
 
-/// Reserves the memory of a VM, in a file that is owned by `user`; `None`: it has ordinary memory.
+/// Reserves the memory of a VM in a file that is owned by `user`. `None`: the VM has ordinary memory.
 pub(super) fn reserve(spec: &VmSpec, user: Option<u32>) -> Result<Option<OwnedFd>, VmmError> {
     if !spec.huge_pages {
         return Ok(None);

@@ -1,8 +1,8 @@
 //! Tests whether KVM is usable, by running guest code on it.
 //!
-//! A `/dev/kvm` that opens and creates VMs may still be unusable: inside a VM without nested virtualization it may
-//! interpret each privileged guest instruction, and give up on some that every Linux guest executes. So a small guest
-//! is run from real mode to long mode through instructions of an ordinary kernel, and its speed is compared with
+//! A `/dev/kvm` that opens and creates VMs may still be unusable. Inside a VM without nested virtualization it may
+//! interpret each privileged guest instruction, and fail on some that every Linux guest executes. So a small guest
+//! runs from real mode to long mode, through instructions of an ordinary kernel, and its speed is compared with
 //! [`MIN_EXITS_PER_SECOND`].
 
 use std::{
@@ -18,78 +18,78 @@ use kvm_ioctls::Kvm;
 #[cfg_attr(not(target_arch = "x86_64"), path = "kvm/unmeasured.rs")]
 mod guest;
 
-/// Guest instructions per second below which KVM is used only if it is configured by name. A KVM that interprets was
-/// measured at 0.2 to 1 million of these. On hardware, eight of them should take a few hundred cycles,
-/// which makes tens of millions (estimated: no such host was available).
+/// Guest instructions per second below which KVM is used only if the configuration names it. An interpreting KVM was
+/// measured at 0.2 to 1 million of these. On hardware, eight of them should take a few hundred cycles, which makes
+/// tens of millions per second (an estimate: no such host was available).
 pub const MIN_EXITS_PER_SECOND: f64 = 5e6;
 
-/// Why KVM is not usable.
+/// The reason why KVM is not usable.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmUnusable {
-    /// No permission, no module, no device.
+    /// The device cannot be opened: no permission, no module or no device.
     #[error("cannot open {path:?}")]
     Open {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// Only root can open it.
+    /// Only root can open the device.
     #[error(
         "{path:?} has mode {mode:03o} and group {group}: no group but root's may open it, and VMMs run as users of \
          their own"
     )]
     Closed {
-        /// The device.
+        /// Path of the device.
         path: PathBuf,
-        /// Its permissions.
+        /// Permissions of the device, as in its mode.
         mode: u32,
-        /// Number of its group.
+        /// Number of the device's group.
         group: u32,
     },
-    /// It opens but creates no VM.
+    /// The device opens, but KVM creates no VM.
     #[error("KVM cannot {action}")]
     Setup {
-        /// What was attempted.
+        /// The action that failed.
         action: &'static str,
         /// The system's error.
         source: io::Error,
     },
-    /// A guest cannot run on it.
+    /// KVM cannot run a guest.
     #[error(
         "KVM ran {:.1} million guest instructions per second and then gave up on one that every \
          Linux guest needs ({exit})", rate / 1e6
     )]
     Fault {
-        /// Instructions per second before.
+        /// Instructions per second until then.
         rate: f64,
         /// How the guest exited.
         exit: String,
     },
-    /// There is no guest for this processor to measure it with.
+    /// No guest exists to measure KVM with on this processor.
     #[cfg(not(target_arch = "x86_64"))]
     #[error("KVM is not measured on {}: it is used only if it is configured by name", std::env::consts::ARCH)]
     Unmeasured,
-    /// It works but is slow: usable if configured by name. The cause is not known: KVM may interpret, or be
+    /// KVM works but is slow: usable if the configuration names it. The cause is unknown: KVM may interpret, or be
     /// emulated itself.
     #[error(
         "KVM runs {:.1} million guest instructions per second, under {:.0} million: too slow for \"auto\"",
         rate / 1e6, MIN_EXITS_PER_SECOND / 1e6
     )]
     Slow {
-        /// Instructions per second.
+        /// Measured instructions per second.
         rate: f64,
     },
 }
 
-/// Runs a guest. Returns its instructions per second if KVM is usable. Blocks for 5 to 150 ms.
+/// Runs a guest. Returns the instructions per second if KVM is usable. Blocks for 5 to 150 ms.
 pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     let kvm = open(device)?;
     let rate = guest::measure(&kvm)?;
     opens_in_a_jail(device).map(|()| rate)
 }
 
-/// Checks that a jailed VMM, which is a member of the device's group, can open it.
+/// Checks that a jailed VMM, which is a member of the device's group, can open the device.
 fn opens_in_a_jail(device: &Path) -> Result<(), KvmUnusable> {
     let meta = fs::metadata(device).map_err(|source| KvmUnusable::Open { path: device.into(), source })?;
     let mode = meta.mode() & 0o777;

@@ -52,21 +52,21 @@ pub use held::{Held, HeldProcesses};
 pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory, Vcpus};
 pub use rate::{DiskLimits, Rate};
 pub use setup::{SetupError, detect, detect_all};
-pub use spec::{DiskSpec, FIRST_IMAGE, NamedTaps, SPARE, Shape, VmSpec};
+pub use spec::{DiskFile, DiskRecord, DiskSpec, FIRST_IMAGE, NamedTaps, SPARE, Shape, VmSpec};
 pub use vmms::{VmmKey, Vmms};
 
 /// A kind of VMM, ready to run VMs.
 #[async_trait]
 pub trait Vmm: Send + Sync + fmt::Debug {
-    /// Returns the name, version and accelerator of the VMM, for people.
+    /// Returns the name, version and accelerator of the VMM, for operators.
     fn info(&self) -> VmmInfo;
 
-    /// Starts a VM. Returns once its VMM controls it and the guest runs.
+    /// Starts a VM. Returns once the VMM controls it and the guest runs.
     ///
-    /// If the future is dropped, what it began is undone: no process and no socket remains.
+    /// If the future is dropped, the start is undone: no process and no socket remains.
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Returns whether its VMs open their taps by name ([`VmSpec::named_taps`]); else they inherit them.
+    /// Returns whether the VMM opens the taps of its VMs by name ([`VmSpec::named_taps`]); otherwise it inherits them.
     fn opens_taps(&self) -> bool {
         false
     }
@@ -76,26 +76,25 @@ pub trait Vmm: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Returns whether a VM that is to be frozen has its network interfaces; else each copy gets new ones.
+    /// Returns whether a VM has its network interfaces when it is frozen; otherwise each copy gets new ones.
     fn freezes_interfaces(&self) -> bool;
 
-    /// Returns what a template of `spec` depends on, beside the program and the guest's files: the VMM's version
-    /// and arguments. Nothing in it is specific to one pod.
+    /// Returns the inputs of a template of `spec`, in addition to the program and the guest's files: the VMM's version
+    /// and arguments. None of them is specific to one pod.
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;
 
-    /// Starts a VM as a copy of a frozen one. Returns once it is ready, paused at the point where the other
-    /// one was frozen. [`Vm::resume`] lets it continue.
+    /// Starts a VM as a copy of a frozen one. Returns once it is ready, paused at the point at which the other VM was
+    /// frozen. [`Vm::resume`] lets it continue.
     ///
-    /// The boot parameters in `spec` are ignored. If the future is dropped, what it began is undone, as for
-    /// [`Vmm::boot`].
+    /// The boot parameters in `spec` are ignored. If the future is dropped, the start is undone, as for [`Vmm::boot`].
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Adopts a VM that an earlier daemon started. `Ok(None)`: it has ended. After an error the VM may still run:
+    /// Adopts a VM that an earlier daemon started. `Ok(None)`: the VM has ended. After an error the VM may still run:
     /// use [`Vmm::hold`].
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError>;
 
-    /// Opens a handle to the VMM processes of a VM that an earlier daemon started, even if the VMM does not answer.
-    /// `Ok(None)`: it has ended.
+    /// Opens a handle to the VMM processes of a VM that an earlier daemon started, even if the VMM does not respond.
+    /// `Ok(None)`: the VM has ended.
     fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
         let held = HeldProcesses::of(record)?;
         Ok(held.map(|held| Arc::new(held) as Arc<dyn Held>))
@@ -105,39 +104,39 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 /// A running VM. All methods can be called at any time and from several tasks.
 #[async_trait]
 pub trait Vm: Send + Sync + fmt::Debug {
-    /// Returns what [`Vmm::adopt`] needs; it is kept in the journal.
+    /// Returns the record that [`Vmm::adopt`] needs, which is kept in the journal.
     fn record(&self) -> VmRecord;
 
-    /// Opens a new stream to the agent's end of the link. The previous stream is dead afterwards.
+    /// Opens a new stream to the agent's end of the link, which kills the previous stream.
     async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError>;
 
     /// Attaches a disk; the guest sees it soon after.
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError>;
 
-    /// Detaches a disk. A disk that is not attached is no error.
+    /// Detaches a disk. Detaching a disk that is not attached is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
 
-    /// Returns the memory that the guest has beside that of its boot; `None`: it can have none.
+    /// Returns the guest's memory in addition to its boot memory; `None`: the guest can have none.
     async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
         Ok(None)
     }
 
-    /// Requests that the guest has `mib` MiB beside those of its boot, a multiple of [`HOTPLUG_STEP_MIB`]. The guest
-    /// plugs or unplugs memory after that: see [`hotplug::settled`].
+    /// Requests that the guest has `mib` MiB in addition to its boot memory, a multiple of [`HOTPLUG_STEP_MIB`]. The
+    /// guest plugs or unplugs memory after this returns: see [`hotplug::settled`].
     async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
         let VmRecord { pod, vmm, .. } = self.record();
         let reason = format!("{vmm} cannot change the memory of a running VM");
         Err(VmmError::Refused { pod, call: hotplug::call(mib), reason })
     }
 
-    /// Returns how many vCPUs the guest has; `None`: it can have no other number.
+    /// Returns the number of the guest's vCPUs; `None`: it cannot change.
     async fn vcpus(&self) -> Result<Option<Vcpus>, VmmError> {
         Ok(None)
     }
 
-    /// Requests that the guest has `count` vCPUs, at least those of its boot. A new vCPU is there when this returns, but
-    /// the guest does not use it before it is brought online in the guest. The guest gives vCPUs up after this returns:
-    /// see [`hotplug::given_up`].
+    /// Requests that the guest has `count` vCPUs, at least those of its boot. A new vCPU exists when this returns, but
+    /// the guest does not use it until a process in the guest brings it online. The guest releases vCPUs after this
+    /// returns: see [`hotplug::given_up`].
     async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
         let VmRecord { pod, vmm, .. } = self.record();
         let reason = format!("{vmm} cannot change the number of vCPUs of a running VM");
@@ -145,10 +144,11 @@ pub trait Vm: Send + Sync + fmt::Debug {
     }
 
     /// Listens for the guest's file requests, which arrive once [`Vm::connect_shares`] has been called. The holder of
-    /// the socket serves this guest only, for the lifetime of both.
+    /// the socket serves only this guest, for the lifetime of both.
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError>;
 
-    /// Connects the guest to that listener, which must be listening. An earlier connection is replaced.
+    /// Connects the guest to the socket of [`Vm::listen_for_shares`], on which a process must be listening. Replaces
+    /// an earlier connection.
     async fn connect_shares(&self) -> Result<(), VmmError>;
 
     /// Stops the guest's CPUs and clocks.
@@ -157,36 +157,37 @@ pub trait Vm: Send + Sync + fmt::Debug {
     /// Lets the guest's CPUs run again.
     async fn resume(&self) -> Result<(), VmmError>;
 
-    /// Stops the guest for good and writes to `dir` what [`Vmm::restore`] needs, beside
-    /// [`VmSpec::memory_file`], which the VM was booted with. The caller kills the VM afterwards.
+    /// Stops the guest for good and writes to `dir` what [`Vmm::restore`] needs in addition to
+    /// [`VmSpec::memory_file`], with which the VM was booted. The caller kills the VM afterwards.
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
 
-    /// Assigns this VM to `pod` and moves its directory to `run_dir`, which must be empty. Returns the new handle;
-    /// the old one must not be used any more.
+    /// Assigns this VM to `pod` and moves its directory to `run_dir`, which must be empty. Returns the new handle; the
+    /// old one must no longer be used.
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Returns the last lines of the VMM's stderr, then the last lines of the guest's console; few and bounded.
+    /// Returns the last lines of the VMM's stderr, followed by the last lines of the guest's console; few and bounded.
     async fn last_lines(&self) -> Vec<String>;
 
     /// Waits until the VM has ended, by event. Cancel-safe; can be called repeatedly.
     async fn exited(&self) -> VmExit;
 
-    /// Kills the VM and waits until its process is gone. The caller notifies the guest before, where it matters.
+    /// Kills the VM and waits until its process is gone. The caller notifies the guest first, where it matters.
     /// Killing a VM that has ended is no error.
     async fn kill(&self) -> Result<(), VmmError>;
 
-    /// Returns what its VMM has written so far; `None` if the kernel does not report it.
+    /// Returns what the VMM has written so far; `None` if the kernel does not report it.
     fn written(&self) -> Option<sandboxer_process::Written> {
         sandboxer_process::written(self.record().pid)
     }
 
-    /// Returns processes of the kernel that work for its VMM alone and, when that moves to another control group, have to be moved, too.
-    /// Blocks when it is called first.
+    /// Returns the IDs of kernel processes that work only for this VM's VMM and have to move with it to another
+    /// control group. The first call blocks.
     fn helpers(&self) -> Vec<u32> {
         Vec::new()
     }
 
-    /// Returns the processor time that its VMM and [`Vm::helpers`] have used so far; `None` if the kernel does not report it.
+    /// Returns the processor time that the VMM and [`Vm::helpers`] have used so far; `None` if the kernel does not
+    /// report it.
     fn cpu_time(&self) -> Option<Duration> {
         let of_helpers = || self.helpers().into_iter().filter_map(sandboxer_process::cpu_time).sum();
         Some(sandboxer_process::cpu_time(self.record().pid)? + of_helpers())
@@ -196,19 +197,19 @@ pub trait Vm: Send + Sync + fmt::Debug {
 /// A socket on which a guest's file requests arrive.
 #[derive(Debug)]
 pub struct ShareListener {
-    /// Only the VMM connects to it.
+    /// The listening socket, to which only the VMM connects.
     pub socket: OwnedFd,
-    /// What each connection carries.
+    /// Kind of traffic that a connection carries.
     pub transport: ShareTransport,
 }
 
-/// How a guest's file requests arrive.
+/// The transport of a guest's file requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ShareTransport {
-    /// Through a disk of the guest: the VMM reads and writes it by NBD. See `sandboxer_protocol::share`.
+    /// A disk of the guest, which the VMM reads and writes by NBD. See `sandboxer_protocol::share`.
     Disk,
-    /// Through connections that the guest opens; each is a stream of its own.
+    /// Connections that the guest opens, each of which is a separate stream.
     Streams,
 }
 
@@ -219,13 +220,13 @@ impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AgentStream for T {}
 /// The VMM and accelerator that run the VMs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VmmInfo {
-    /// "qemu", "cloud-hypervisor", "firecracker".
+    /// Name of the VMM: "qemu", "cloud-hypervisor" or "firecracker".
     pub name: &'static str,
-    /// As the VMM itself reports it.
+    /// Version of the VMM, as it reports it.
     pub version: String,
-    /// "kvm" or "tcg".
+    /// Accelerator: "kvm" or "tcg".
     pub accelerator: &'static str,
-    /// Why this VMM with this accelerator: a measurement, or the configuration.
+    /// The reason for this VMM and accelerator: a measurement, or the configuration.
     pub accelerator_reason: String,
 }
 
@@ -233,33 +234,33 @@ pub struct VmmInfo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TemplateInputs {
-    /// As in [`VmmInfo`].
+    /// The value of [`VmmInfo::name`].
     pub vmm: String,
-    /// As in [`VmmInfo`].
+    /// The value of [`VmmInfo::version`].
     pub version: String,
-    /// The program, as found in `PATH`.
+    /// Path of the program, as found in `PATH`.
     pub program: PathBuf,
-    /// As in [`VmmInfo`].
+    /// The value of [`VmmInfo::accelerator`].
     pub accelerator: String,
-    /// Arguments that define the VM.
+    /// Arguments of the VMM that define the VM.
     pub vm: Vec<String>,
 }
 
-/// All that is needed to find a VM again.
+/// Everything that is needed to find a VM again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmRecord {
-    /// The pod it is for.
+    /// The pod that the VM is for.
     pub pod: SandboxId,
-    /// Its directory, as in [`VmSpec::run_dir`].
+    /// The VM's directory, as in [`VmSpec::run_dir`].
     pub run_dir: PathBuf,
-    /// Process id of the VMM.
+    /// Process ID of the VMM.
     pub pid: u32,
-    /// Start time of that process (field 22 of `/proc/PID/stat`, clock ticks since boot): the pid alone may
-    /// have been reused.
+    /// Start time of that process (field 22 of `/proc/PID/stat`, clock ticks since boot): the PID alone may have been
+    /// reused.
     pub start_time: u64,
-    /// As in [`VmSpec::console_log_bytes`].
+    /// The value of [`VmSpec::console_log_bytes`].
     pub console_log_bytes: u64,
-    /// Name of its VMM, as in [`VmmInfo::name`]. Old records have none: there was only QEMU.
+    /// Name of the VMM, as in [`VmmInfo::name`]. Old records have none, because QEMU was the only VMM.
     #[serde(default = "qemu::name")]
     pub vmm: String,
 }
@@ -267,13 +268,13 @@ pub struct VmRecord {
 /// How a VM ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VmExit {
-    /// For people: "exited with status 1", "killed by signal 9", "is gone".
+    /// How the VMM ended, in words: "exited with status 1", "killed by signal 9", "is gone".
     pub how: String,
-    /// Same as [`Vm::last_lines`].
+    /// The last lines of output, as from [`Vm::last_lines`].
     pub last_lines: Vec<String>,
 }
 
-/// An error of a VM. Each names the pod.
+/// An error of a VM, which names the pod.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
     /// The program cannot be started.
@@ -281,61 +282,61 @@ pub enum VmmError {
     Spawn {
         /// The pod.
         pod: SandboxId,
-        /// The VMM's program.
+        /// Path of the VMM's program.
         program: PathBuf,
         /// The system's error.
         source: std::io::Error,
     },
-    /// The VMM ended before it answered.
+    /// The VMM ended before it responded.
     #[error("VMM of pod {pod} {how} during {call}: {last_lines}")]
     Died {
         /// The pod.
         pod: SandboxId,
-        /// The call.
+        /// Name of the call.
         call: String,
-        /// As in [`VmExit::how`].
+        /// How the VMM ended, as in [`VmExit::how`].
         how: String,
-        /// Its last output.
+        /// The VMM's last output.
         last_lines: String,
     },
-    /// The VMM did not answer in time.
+    /// The VMM did not respond in time.
     #[error("VMM of pod {pod} did not answer {call} within {limit:?}")]
     Hung {
         /// The pod.
         pod: SandboxId,
-        /// The call.
+        /// Name of the call.
         call: String,
         /// The time limit.
         limit: Duration,
     },
-    /// The VMM refused.
+    /// The VMM refused the call.
     #[error("VMM of pod {pod} refused {call}: {reason}")]
     Refused {
         /// The pod.
         pod: SandboxId,
-        /// The call.
+        /// Name of the call.
         call: String,
-        /// In the VMM's words, bounded.
+        /// The VMM's explanation, bounded.
         reason: String,
     },
-    /// The VMM's answer is not valid.
+    /// The VMM's response is not valid.
     #[error("VMM of pod {pod} gave a malformed answer to {call}: {reason}")]
     Malformed {
         /// The pod.
         pod: SandboxId,
-        /// The call.
+        /// Name of the call.
         call: String,
-        /// What is wrong with it.
+        /// The fault of the response.
         reason: String,
     },
-    /// A file, directory or socket of the host failed.
+    /// An operation on a file, directory or socket of the host failed.
     #[error("cannot {action} {path:?} for the VMM of pod {pod}")]
     Path {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The action that failed.
         action: &'static str,
-        /// The path.
+        /// Path of the file, directory or socket.
         path: PathBuf,
         /// The system's error.
         #[source]
@@ -346,9 +347,9 @@ pub enum VmmError {
     Process {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The action that failed.
         action: &'static str,
-        /// The process id.
+        /// ID of the process.
         pid: u32,
         /// The system's error.
         #[source]
@@ -359,7 +360,7 @@ pub enum VmmError {
     HugePages {
         /// The pod.
         pod: SandboxId,
-        /// Why, and what to do.
+        /// The reason, and what to do.
         source: ReserveError,
     },
     /// The taps cannot be passed to the VMM.

@@ -2,21 +2,25 @@
 //!
 //! It adds an entry to the file's access control list (acl(5)), as logind does for devices of a seat. Other users are
 //! not affected, and the entry exists only while the VMM opens the file. The jail decides which files can be reached.
+//!
+//! A daemon that is killed meanwhile leaves an entry. The next daemon removes it when it adopts the VM. Entries of VMs
+//! that are gone are removed when the file is next opened for a VMM.
 
 use std::{
     fs::File,
     io,
-    os::{fd::AsRawFd, unix::fs::MetadataExt},
-    path::{Path, PathBuf},
+    os::unix::fs::MetadataExt,
+    path::Path,
     sync::{Mutex, PoisonError},
 };
 
 use rustix::{
-    fs::{Mode, OFlags, XattrFlags, getxattr, open, setxattr},
+    fs::{XattrFlags, fgetxattr, fsetxattr, lgetxattr, lsetxattr},
     io::Errno,
 };
+use sandboxer_process::jail;
 
-/// Name of the attribute that is the list.
+/// Name of the attribute that holds the list.
 const ATTRIBUTE: &str = "system.posix_acl_access";
 /// `POSIX_ACL_XATTR_VERSION` of `linux/posix_acl_xattr.h`; all fields are little-endian.
 const VERSION: u32 = 2;
@@ -26,18 +30,19 @@ const USER: u16 = 0x02;
 const OWNING_GROUP: u16 = 0x04;
 const MASK: u16 = 0x10;
 const OTHERS: u16 = 0x20;
-/// User id in entries that name no user.
+/// User ID in entries that name no user.
 const NOBODY: u32 = u32::MAX;
 const READ: u16 = 4;
 const WRITE: u16 = 2;
-/// Largest list that is read, bytes.
+/// Maximum size of a list, bytes.
 const MAX_LIST: usize = 4 + 8 * 512;
 
-/// Held while a list is read and written, or another thread's change could be lost: two system calls on a file that
-/// was just opened. A lock on the file would do, too, but a VMM that has it open could hold that for ever.
-static CHANGES: Mutex<()> = Mutex::new(());
+/// The existing permits: device and inode of the file, and the user. The lock is held while a list is read and written
+/// (two system calls on an open file), or another thread's change could be lost. A lock on the file would do as well,
+/// but a VMM that has the file open could hold it forever.
+static PERMITS: Mutex<Vec<(u64, u64, u32)>> = Mutex::new(Vec::new());
 
-/// One entry: its tag, permissions and user.
+/// An entry of a list: tag, permissions and user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     tag: u16,
@@ -48,64 +53,97 @@ struct Entry {
 /// A file that a user may open until this is dropped.
 #[derive(Debug)]
 pub struct Permit {
-    path: PathBuf,
     file: File,
     user: u32,
+    key: (u64, u64, u32),
 }
 
 impl Permit {
-    /// Lets `user` open the file at `path`. `None`: everybody may already.
-    pub fn grant(path: &Path, user: u32, write: bool) -> io::Result<Option<Self>> {
-        let file =
-            File::from(open(path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
+    /// Lets `user` open `file`. `None`: everybody is already allowed to.
+    pub fn grant(file: File, user: u32, write: bool) -> io::Result<Option<Self>> {
         let wanted = if write { READ | WRITE } else { READ };
-        let mode = file.metadata()?.mode();
+        let meta = file.metadata()?;
+        let mode = meta.mode();
         if mode & u32::from(wanted) == u32::from(wanted) {
             return Ok(None);
         }
-        let permit = Self { path: path.to_owned(), file, user };
-        permit.change(|entries| with(entries, user, wanted))?;
-        Ok(Some(permit))
+        let key = (meta.dev(), meta.ino(), user);
+        let mut permits = PERMITS.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = match read(|buffer| fgetxattr(&file, ATTRIBUTE, buffer))? {
+            Some(entries) => entries,
+            None => of_mode(mode),
+        };
+        let is_left = |entry: &Entry| {
+            let (tag, id) = (entry.tag, entry.id);
+            tag == USER && jail::is_user(id) && !permits.contains(&(key.0, key.1, id))
+        };
+        let entries = entries.into_iter().filter(|entry| !is_left(entry)).collect();
+        let entries = with(entries, user, wanted)?;
+        fsetxattr(&file, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?;
+        permits.push(key);
+        Ok(Some(Self { file, user, key }))
     }
 
-    /// Changes the list.
-    fn change(&self, change: impl FnOnce(Vec<Entry>) -> io::Result<Vec<Entry>>) -> io::Result<()> {
-        // Through the open file: the path may lead elsewhere by now.
-        let at = format!("/proc/self/fd/{}", self.file.as_raw_fd());
-        let _alone = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
-        let entries = change(self.read(&at)?)?;
-        Ok(setxattr(&at, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
-    }
-
-    /// Reads the list; if there is none, derives it from the file's mode.
-    fn read(&self, at: &str) -> io::Result<Vec<Entry>> {
-        let mut bytes = vec![0; MAX_LIST];
-        match getxattr(at, ATTRIBUTE, &mut bytes[..]) {
-            Ok(length) => decode(&bytes[..length]),
-            Err(Errno::NODATA) => {
-                let mode = self.file.metadata()?.mode();
-                let entry = |tag, shift: u32| Entry {
-                    tag,
-                    permissions: u16::try_from(mode >> shift & 7).unwrap_or_default(),
-                    id: NOBODY,
-                };
-                Ok(vec![entry(OWNER, 6), entry(OWNING_GROUP, 3), entry(OTHERS, 0)])
+    /// Revokes the permit for `path` that an earlier daemon gave to `user`. Does not open the file, which may be a
+    /// device that does not respond. The directory must be the daemon's own.
+    pub fn take_back(path: &Path, user: u32) -> io::Result<()> {
+        let _alone = PERMITS.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = match read(|buffer| lgetxattr(path, ATTRIBUTE, buffer)) {
+            // The file system does not support lists.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => None,
+            found => found?,
+        };
+        match found {
+            Some(entries) if entries.iter().any(|entry| (entry.tag, entry.id) == (USER, user)) => {
+                Ok(lsetxattr(path, ATTRIBUTE, &encode(&without(entries, user)), XattrFlags::empty())?)
             }
-            Err(errno) => Err(errno.into()),
+            _ => Ok(()),
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        if let Err(error) = self.change(|entries| Ok(without(entries, self.user))) {
-            tracing::warn!(path = %self.path.display(), user = self.user, %error,
+        let mut permits = PERMITS.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = permits.iter().position(|permit| *permit == self.key) {
+            permits.swap_remove(at);
+        }
+        if permits.contains(&self.key) {
+            // The user has another permit for this file.
+            return;
+        }
+        let removed = read(|buffer| fgetxattr(&self.file, ATTRIBUTE, buffer)).and_then(|entries| {
+            let entries = without(entries.unwrap_or_default(), self.user);
+            Ok(fsetxattr(&self.file, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
+        });
+        if let Err(error) = removed {
+            tracing::warn!(file = ?self.file, user = self.user, %error,
                 "cannot remove a VMM's entry from a disk's access control list");
         }
     }
 }
 
-/// Returns the list with an entry that gives `user` these permissions.
+/// Reads a list. `None`: there is none.
+fn read(get: impl FnOnce(&mut [u8]) -> rustix::io::Result<usize>) -> io::Result<Option<Vec<Entry>>> {
+    let mut bytes = vec![0; MAX_LIST];
+    match get(&mut bytes) {
+        Ok(length) => decode(bytes.get(..length).unwrap_or_default()).map(Some),
+        Err(Errno::NODATA) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Returns the list that is equivalent to a file's mode.
+fn of_mode(mode: u32) -> Vec<Entry> {
+    let entry = |tag, shift: u32| Entry {
+        tag,
+        permissions: u16::try_from(mode >> shift & 7).unwrap_or_default(),
+        id: NOBODY,
+    };
+    vec![entry(OWNER, 6), entry(OWNING_GROUP, 3), entry(OTHERS, 0)]
+}
+
+/// Returns the list with an additional entry that gives `user` these permissions.
 fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     let of = |tag| entries.iter().position(|entry| entry.tag == tag);
@@ -113,7 +151,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
         return Err(io::Error::new(io::ErrorKind::InvalidData, "malformed access control list"));
     };
     match of(MASK) {
-        // A wider mask would give others more, too.
+        // A wider mask would give others more permissions, too.
         Some(mask) if entries[mask].permissions & permissions != permissions => {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
@@ -131,7 +169,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
     Ok(entries)
 }
 
-/// Returns the list without entries for `user`, and without a mask if it names no users any more.
+/// Returns the list without entries for `user`, and without the mask if no entry names a user any more.
 fn without(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     if entries.iter().all(|entry| matches!(entry.tag, OWNER | OWNING_GROUP | OTHERS | MASK)) {
@@ -197,14 +235,15 @@ mod tests {
         fs::write(&path, "content").unwrap();
         for mode in [0o600, 0o640] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-            let permit = match Permit::grant(&path, SOMEBODY, true) {
+            let grant = |user| Permit::grant(File::open(&path).unwrap(), user, true);
+            let permit = match grant(SOMEBODY) {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                     return println!("not tested: no access control lists here");
                 }
                 permit => permit.unwrap().expect("not everybody may"),
             };
             assert!(opens(&path, SOMEBODY) && !opens(&path, SOMEBODY + 1));
-            let second = Permit::grant(&path, SOMEBODY + 1, true).unwrap().unwrap();
+            let second = grant(SOMEBODY + 1).unwrap().unwrap();
             assert!(opens(&path, SOMEBODY) && opens(&path, SOMEBODY + 1));
             drop(permit);
             assert!(!opens(&path, SOMEBODY) && opens(&path, SOMEBODY + 1));
@@ -213,7 +252,38 @@ mod tests {
             assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(Permit::grant(&path, SOMEBODY, false).unwrap().is_none(), "everybody may read");
+        assert!(
+            Permit::grant(File::open(&path).unwrap(), SOMEBODY, false).unwrap().is_none(),
+            "everybody may read"
+        );
+    }
+
+    #[test]
+    fn what_a_killed_daemon_left_is_taken_back() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let path = dir.path().join("disk");
+        fs::write(&path, "content").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let list = |user, permissions| encode(&with(of_mode(0o600), user, permissions).unwrap());
+        let leave = |user: u32| lsetxattr(&path, ATTRIBUTE, &list(user, READ | WRITE), XattrFlags::empty());
+        if leave(SOMEBODY) == Err(Errno::OPNOTSUPP) {
+            return println!("not tested: no access control lists here");
+        }
+        assert!(opens(&path, SOMEBODY));
+        Permit::take_back(&path, SOMEBODY + 1).unwrap();
+        assert!(opens(&path, SOMEBODY), "another user's");
+        Permit::take_back(&path, SOMEBODY).unwrap();
+        assert!(!opens(&path, SOMEBODY));
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        Permit::take_back(&path, SOMEBODY).unwrap();
+
+        // An entry of a VM that no daemon adopts is removed; an administrator's entry stays.
+        for user in [SOMEBODY, 1000] {
+            leave(user).unwrap();
+            drop(Permit::grant(File::open(&path).unwrap(), SOMEBODY + 1, true).unwrap().unwrap());
+            assert_eq!((opens(&path, user), opens(&path, SOMEBODY + 1)), (user == 1000, false), "{user}");
+        }
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! The library that is preloaded into a VMM which runs a copy of a template, so that it can drop pages that the guest has
-//! freed. What it does, and why it is needed, is in `preload/discard.rs`.
+//! A library that is preloaded into a VMM that runs a copy of a template, so that the VMM can drop pages that the
+//! guest has freed. `preload/discard.rs` explains what it does and why.
 
 use std::{
     ffi::OsString,
@@ -11,12 +11,12 @@ use std::{
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-/// The library, an ELF file.
+/// The library's content, an ELF file.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/discard.so"));
 
-/// Adds the library to what a VMM inherits. Returns the variable of its environment that loads it.
+/// Adds the library to the files that a VMM inherits. Returns the environment variable that loads it.
 ///
-/// All VMMs have the same file, which nobody can change. A static program ignores the variable.
+/// All VMMs have the same file, which no process can change. A static program ignores the variable.
 pub fn add(inherited: &mut Vec<OwnedFd>) -> io::Result<(&'static str, OsString)> {
     static FILE: OnceLock<File> = OnceLock::new();
     let file = match FILE.get() {
@@ -55,7 +55,8 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    /// Punches a hole into the first page of `file`, by a program of the distribution. Returns whether that succeeded.
+    /// Punches a hole into the first page of `file` with a program of the distribution. Returns whether that
+    /// succeeded.
     fn punch(file: &File, preloaded: bool, more: &[&str]) -> bool {
         let mut inherited = vec![file.try_clone().unwrap().into()];
         let variable = add(&mut inherited).unwrap();
@@ -65,7 +66,7 @@ mod tests {
         if preloaded {
             command.envs([variable]);
         }
-        // SAFETY: it makes system calls alone.
+        // SAFETY: the closure only makes system calls.
         unsafe {
             command
                 .pre_exec(move || inherited.iter().try_for_each(|fd| Ok(fcntl_setfd(fd, FdFlags::empty())?)));

@@ -10,11 +10,12 @@ use super::{
     run_dir::{Files, path_error},
 };
 
-/// Most descriptors of a VMM. A VM with all its disks and network interfaces has some hundred. Firecracker makes room for as many as it may
-/// open when it starts: with a daemon's limit of a million that is 8 MiB of the kernel's memory for each VM, which no process shows.
+/// Maximum number of descriptors of a VMM. A VM with all its disks and network interfaces has about a hundred.
+/// Firecracker makes room for as many as it may open when it starts: a daemon's limit of a million costs 8 MiB of
+/// kernel memory per VM, which no process shows.
 pub const OPEN_FILES: u64 = 4096;
 
-/// Starts `program` as the VMM of `spec`. Returns its process, and its stderr.
+/// Starts `program` as the VMM of `spec`. Returns the process and its stderr.
 pub async fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -26,7 +27,7 @@ pub async fn spawn(
     let spawned =
         tokio::task::spawn_blocking(move || sandboxer_process::spawn(&name, arguments, &run_dir, equipment));
     let spawned = spawned.await.unwrap_or_else(|panic| Err(io::Error::other(panic)));
-    // After the VMM was created in its group: the kernel holds another lock while it waits.
+    // After the VMM was created in its group, because the kernel holds another lock while it waits.
     sandboxer_process::cgroup::keep_moves_short();
     spawned.map_err(|source| VmmError::Spawn { pod: spec.pod.clone(), program: program.to_owned(), source })
 }
@@ -38,7 +39,7 @@ impl VmRecord {
         found.map_err(process_error(&self.pod, "inspect", self.pid))
     }
 
-    /// Assigns the VM to `pod`: gives its VMM, which is `process`, foreground priority, and moves its directory to
+    /// Assigns the VM to `pod`: gives its VMM, the process `process`, foreground priority and moves its directory to
     /// `run_dir`. Returns the new record.
     pub(super) fn assign(
         &self,
@@ -52,7 +53,7 @@ impl VmRecord {
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.clone() })
     }
 
-    /// Kills the VMM, which is `process`, waits up to `limit` until it is gone, and removes the `files` in its
+    /// Kills the VMM, the process `process`, waits up to `limit` until it is gone, and removes the `files` in its
     /// directory.
     pub(super) async fn kill(
         &self,
@@ -68,7 +69,7 @@ impl VmRecord {
     }
 }
 
-/// Returns a function that turns an error of a VMM's process into one that names the pod and the process.
+/// Returns a function that turns an error of a VMM's process into an error that names the pod and the process.
 pub fn process_error(pod: &SandboxId, action: &'static str, pid: u32) -> impl FnOnce(io::Error) -> VmmError {
     let pod = pod.clone();
     move |source| VmmError::Process { pod, action, pid, source }

@@ -9,8 +9,8 @@
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded as well
 //! ```
 //!
-//! A frozen VM is two files: `memory` of the guest, and `state` of the devices. Restored VMs map the memory
-//! privately, and share the pages that none of them has written.
+//! A frozen VM is two files: `memory` of the guest and `state` of the devices. Restored VMs map the memory privately
+//! and share the pages that none of them has written.
 
 mod command_line;
 mod slots;
@@ -41,7 +41,7 @@ use self::{
     vm::{AGENT, CONSOLE, CONTROL, QemuVm, STATE, answer},
 };
 use super::{
-    FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    DiskSpec, FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     huge_pages, preload, process,
     qmp::Qmp,
@@ -49,17 +49,17 @@ use super::{
     tsc,
 };
 
-/// As in [`VmmInfo::name`].
+/// The value of [`VmmInfo::name`].
 const NAME: &str = "qemu";
 
-/// QEMU with all its devices, which can also emulate.
+/// The QEMU program with all devices, which can also emulate.
 const PROGRAM: &str = "qemu-system-x86_64";
-/// Debian's build with few devices and without an emulator, in the same package: a VMM starts in a third of the time and
-/// has 9 MB less memory of its own.
+/// Debian's build with few devices and no emulator, in the same package. A VMM starts in a third of the time and has 9
+/// MB less memory of its own.
 const PROGRAM_FOR_KVM: &str = "qemu-system-x86_64-microvm";
 
-/// Returns the program that runs VMs on `accelerator`, "kvm" or "tcg": the configured one, else the smallest that is
-/// installed.
+/// Returns the program that runs VMs on `accelerator`, "kvm" or "tcg": the configured one, or else the smallest that
+/// is installed.
 pub fn program(config: &VmConfig, accelerator: &str) -> PathBuf {
     let small = || {
         let found = sandboxer_process::find(Path::new(PROGRAM_FOR_KVM));
@@ -73,29 +73,29 @@ pub(super) fn name() -> String {
     NAME.to_owned()
 }
 
-/// QEMU, with the accelerator that was chosen.
+/// QEMU with the chosen accelerator.
 #[derive(Debug)]
 pub struct Qemu {
     program: PathBuf,
     execution: Execution,
-    /// It has a filter of system calls of its own.
+    /// Whether QEMU has its own filter of system calls.
     filter: bool,
     info: VmmInfo,
     boot_timeout: Duration,
     call_timeout: Duration,
     jail: bool,
-    /// The host's kernel carries packets.
+    /// Whether the host's kernel carries packets.
     vhost: bool,
 }
 
 impl Qemu {
-    /// Chooses the accelerator; measures if `auto` is configured.
+    /// Chooses the accelerator, by a measurement if `auto` is configured.
     pub async fn new(config: &VmConfig) -> Result<Self, AcceleratorError> {
         let (accelerator, reason) = accelerator::choose(config.accelerator).await?;
         Ok(Self::on(config, accelerator, reason).await)
     }
 
-    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice, for people.
+    /// Returns a QEMU that runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice to the operator.
     pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
         let program = program(config, accelerator);
         let (version, tsc_khz) = tokio::join!(version::read(&program), tsc::frequency_khz());
@@ -147,7 +147,7 @@ impl Qemu {
         jail.transpose().map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts QEMU in `jail` and connects to it. It inherits `inherited_files`, which `begin` may refer to.
+    /// Starts QEMU in `jail` and connects to it. QEMU inherits `inherited_files`, to which `begin` may refer.
     async fn start(
         &self,
         spec: &VmSpec,
@@ -156,8 +156,10 @@ impl Qemu {
         jail: Option<Jail>,
     ) -> Result<Started, VmmError> {
         let pod = &spec.pod;
-        let open = |disk| vm::open(disk).map_err(path_error(pod, "attach", disk.path.clone()));
-        let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let descriptor = |disk: &DiskSpec| {
+            disk.file.descriptor().map_err(path_error(pod, "attach", disk.file.name().to_owned()))
+        };
+        let disks = spec.disks.iter().map(descriptor).collect::<Result<Vec<_>, _>>()?;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
@@ -217,7 +219,7 @@ impl Qemu {
     }
 }
 
-/// A QEMU that answers, before its caller knows its VM: dropped, it is killed.
+/// A QEMU that responds, before its caller knows the VM. QEMU is killed when this is dropped.
 struct Started {
     vm: QemuVm,
     process: Starting,
@@ -225,7 +227,7 @@ struct Started {
 }
 
 impl Started {
-    /// Returns the VM, which now outlives this, or kills it.
+    /// Returns the VM, which then outlives this, or kills it if `ready` is an error.
     async fn kept_if(self, ready: Result<(), VmmError>) -> Result<Arc<dyn Vm>, VmmError> {
         if let Err(error) = ready {
             if let Err(left) = self.vm.kill().await {
@@ -300,7 +302,7 @@ impl Vmm for Qemu {
                 let packets = Packets::of_running(record.pid);
                 Ok(Some(Arc::new(self.vm(record.clone(), (Arc::new(process), packets), qmp, captures))))
             }
-            // Most likely because it ended meanwhile.
+            // QEMU has most likely ended meanwhile.
             Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
                 Ok(_) => Ok(None),
                 Err(_) => Err(error),
@@ -329,7 +331,7 @@ impl Qemu {
         Ok((qmp, captures))
     }
 
-    /// Waits until a QEMU that was just started answers on its control socket, or exits.
+    /// Waits until a new QEMU responds on its control socket, or exits.
     async fn take_control(
         &self,
         pod: &SandboxId,
@@ -349,7 +351,7 @@ impl Qemu {
             Some(Err(error)) => Some(error),
             None => None,
         };
-        // The sockets of an exiting process close before it is gone; a process that stays sent a malformed greeting.
+        // An exiting process closes its sockets before it is gone. A process that stays has sent a malformed greeting.
         if let Some(error) = error
             && tokio::time::timeout(self.call_timeout, process.exited()).await.is_err()
         {

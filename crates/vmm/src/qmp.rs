@@ -1,8 +1,7 @@
-//! QEMU's control protocol (QMP), the part that is used here: typed, bounded, with time limits.
+//! The parts of QEMU's control protocol (QMP) that are used here: typed, bounded, with time limits.
 //!
-//! One task owns the socket. QEMU answers commands in their order; if a command's caller has given up, its late answer is
-//! dropped. QEMU runs a hostile guest, so a line over [`connection::MAX_LINE`] ends the
-//! connection.
+//! One task owns the socket. QEMU responds to commands in their order; if a command's caller has given up, its late
+//! response is dropped. QEMU runs a hostile guest, so a line longer than [`connection::MAX_LINE`] ends the connection.
 
 mod block;
 mod connection;
@@ -25,21 +24,21 @@ pub use self::block::{BlockNode, NbdNode, TopNode, UnixServer};
 pub(crate) use self::connection::is_message;
 use self::connection::{Event, Message, QUEUE, Request, converse, next};
 
-/// Why a command had no effect, or may have had none.
+/// The reason why a command had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// No answer in time.
+    /// No response arrived in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
-    /// QEMU refused.
+    /// QEMU refused the command.
     #[error("{reason}")]
     Refused {
         /// QEMU's error class, such as `GenericError` or `DeviceNotFound`.
         class: String,
-        /// Its explanation, bounded.
+        /// QEMU's explanation, bounded.
         reason: String,
     },
-    /// Not QMP.
+    /// QEMU's output is not QMP.
     #[error("{0}")]
     Malformed(String),
     /// The connection is gone.
@@ -50,7 +49,7 @@ pub enum QmpError {
 /// A connection to one QEMU, after its greeting. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Qmp {
-    // Boxed and counted: both channels keep their space.
+    // Boxed and counted, because both channels keep the space of their messages.
     requests: mpsc::Sender<Box<Request>>,
     events: broadcast::Sender<Arc<Event>>,
 }
@@ -60,7 +59,7 @@ pub struct Qmp {
 pub struct AddedFd {
     /// Number of the descriptor set that holds only this file.
     pub set: u64,
-    /// Number of QEMU's descriptor.
+    /// Number of the descriptor in QEMU.
     pub number: u64,
 }
 
@@ -89,15 +88,15 @@ impl Qmp {
         self.execute("blockdev-add", arguments, limit).await
     }
 
-    /// Gives a disk other content.
+    /// Replaces the content of a disk.
     pub async fn blockdev_reopen(&self, node: &TopNode, limit: Duration) -> Result<(), QmpError> {
         self.execute("blockdev-reopen", json!({ "options": [node] }), limit).await
     }
 
-    /// Removes a disk image. An unknown one is no error.
+    /// Removes a disk image. Removing an unknown image is no error.
     pub async fn blockdev_del(&self, node: &str, limit: Duration) -> Result<(), QmpError> {
         match self.execute("blockdev-del", json!({ "node-name": node }), limit).await {
-            // QEMU has no error class for it.
+            // QEMU has no error class for this.
             Err(QmpError::Refused { reason, .. }) if reason.starts_with("Failed to find node") => Ok(()),
             other => other,
         }
@@ -125,11 +124,11 @@ impl Qmp {
         self.migration("migrate-incoming", &format!("fd:{from}"), limit).await
     }
 
-    /// Migrates the state of a VM. Its command line has what holds for all migrations and can be said there.
+    /// Migrates the state of a VM. QEMU's command line sets what is common to all migrations.
     async fn migration(&self, command: &str, uri: &str, limit: Duration) -> Result<(), QmpError> {
         let ignored = json!([{ "capability": "x-ignore-shared", "state": true }]);
         self.execute("migrate-set-capabilities", json!({ "capabilities": ignored }), limit).await?;
-        // Subscribed before the command, or the event could come too early.
+        // Subscribed before the command, so that the event is not missed.
         let events = self.events.subscribe();
         self.execute(command, json!({ "uri": uri }), limit).await?;
         let status =
@@ -147,14 +146,14 @@ impl Qmp {
         }
     }
 
-    /// Plugs a device in. `arguments` hold its driver, id and properties.
+    /// Hotplugs a device. `arguments` holds its driver, ID and properties.
     pub async fn device_add(&self, arguments: Value, limit: Duration) -> Result<(), QmpError> {
         self.execute("device_add", arguments, limit).await
     }
 
-    /// Unplugs a device and waits until it is gone. A missing one is no error.
+    /// Unplugs a device and waits until it is gone. A missing device is no error.
     pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
-        // Subscribed before the command, or the event could come too early.
+        // Subscribed before the command, so that the event is not missed.
         let events = self.events.subscribe();
         match self.execute("device_del", json!({ "id": id }), limit).await {
             Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
@@ -166,7 +165,8 @@ impl Qmp {
         .await
     }
 
-    /// Limits a disk that is plugged in. Its burst is at least the tokens of one second, as QEMU demands.
+    /// Limits a disk that is plugged in. The burst has to be at least the tokens of one second, the minimum that QEMU
+    /// accepts.
     pub async fn throttle(&self, id: &str, limits: DiskLimits, limit: Duration) -> Result<(), QmpError> {
         let [bytes, operations] = [limits.bytes, limits.operations].map(|rate| {
             // 0: no limit.
@@ -180,7 +180,7 @@ impl Qmp {
         self.execute("block_set_io_throttle", arguments, limit).await
     }
 
-    /// Passes an open file to QEMU, in the descriptor set `set`, which has no other.
+    /// Passes an open file to QEMU, in the descriptor set `set`, which holds no other file.
     pub async fn add_fd_to(&self, set: u64, file: OwnedFd, limit: Duration) -> Result<(), QmpError> {
         self.command("add-fd", json!({ "fdset-id": set }), Some(file), limit).await.map(drop)
     }
@@ -195,10 +195,10 @@ impl Qmp {
         Ok(AddedFd { set: number("fdset-id")?, number: number("fd")? })
     }
 
-    /// Removes a passed file; QEMU's own descriptors of it stay open. A set that is not there is no error.
+    /// Removes a passed file; QEMU's own descriptors of it stay open. A missing set is no error.
     pub async fn remove_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
         match self.execute("remove-fd", json!({ "fdset-id": set }), limit).await {
-            // QEMU has no error class for it.
+            // QEMU has no error class for this.
             Err(QmpError::Refused { reason, .. }) if reason.ends_with("not found") => Ok(()),
             other => other,
         }
@@ -305,7 +305,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_late_answer_is_not_taken_for_the_next_one() {
-        // The first command gets no answer; the second gets the first one's, then its own.
+        // The first command gets no response in time; the second gets the first one's, then its own.
         let qmp = connected(&[
             "{\"event\": \"RTC_CHANGE\", \"data\": {\"offset\": 1}}",
             "{\"return\": {}}\r\n{\"error\": {\"class\": \"E\", \"desc\": \"no\"}}",

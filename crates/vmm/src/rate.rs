@@ -1,30 +1,31 @@
-//! Limits of a disk's rate: token buckets.
+//! Limits of a disk's rate, as token buckets.
 
 use sandboxer_config::LimitsConfig;
 use serde::{Deserialize, Serialize};
 
-/// A token bucket: it holds `burst` tokens, and `per_second` flow into it. A disk that was idle has the whole burst.
+/// A token bucket: it holds `burst` tokens, and `per_second` flow into it. A disk that was idle can use the whole
+/// burst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rate {
     /// Tokens per second.
     pub per_second: u64,
-    /// Most tokens, at least those of one second.
+    /// Maximum number of tokens, at least those of one second.
     pub burst: u64,
 }
 
 impl Rate {
-    /// Returns a rate whose burst is that of one second.
+    /// Returns a rate whose burst is the tokens of one second.
     pub fn plain(per_second: u64) -> Self {
         Self { per_second, burst: per_second }
     }
 }
 
-/// Limits of what a guest reads and writes on one disk, together.
+/// Limits of what a guest reads and writes on one disk, in total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskLimits {
-    /// Bytes.
+    /// Limit of bytes.
     pub bytes: Option<Rate>,
-    /// Operations.
+    /// Limit of operations.
     pub operations: Option<Rate>,
 }
 
@@ -34,30 +35,30 @@ impl DiskLimits {
         Self { bytes: config.disk_bps.map(Rate::plain), operations: config.disk_iops.map(Rate::plain) }
     }
 
-    /// Returns whether there are none.
+    /// Returns whether there are no limits.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// A [`Rate`] as Cloud Hypervisor and Firecracker describe it.
+/// A [`Rate`] as in the APIs of Cloud Hypervisor and Firecracker.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct TokenBucket {
-    /// Most tokens.
+    /// Maximum number of tokens.
     size: u64,
-    /// Milliseconds in which it fills.
+    /// Time in which the bucket fills, milliseconds.
     refill_time: u64,
 }
 
 impl TokenBucket {
     fn of(Rate { per_second, burst }: Rate) -> Self {
-        // At least a second, so rounding is a thousandth at most.
+        // The time is at least a second, so rounding is an error of at most a thousandth.
         let refill_ms = u128::from(burst) * 1000 / u128::from(per_second.max(1));
         Self { size: burst, refill_time: refill_ms.try_into().unwrap_or(u64::MAX) }
     }
 }
 
-/// [`DiskLimits`] as Cloud Hypervisor and Firecracker describe them.
+/// [`DiskLimits`] as in the APIs of Cloud Hypervisor and Firecracker.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct RateLimiter {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -67,7 +68,7 @@ pub struct RateLimiter {
 }
 
 impl RateLimiter {
-    /// Describes the limits of a new disk; `None`: there are none.
+    /// Returns the description of a new disk's limits. `None`: there are none.
     pub fn of(limits: DiskLimits) -> Option<Self> {
         let DiskLimits { bytes, operations } = limits;
         (!limits.is_none())

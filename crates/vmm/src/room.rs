@@ -1,8 +1,8 @@
-//! The directory that a jailed VMM can write to, as the daemon reaches it.
+//! The directory that a jailed VMM can write to, as the daemon accesses it.
 //!
-//! It is a file system in memory, visible to no other process, and it disappears with its VMM. A hostile VMM may have
-//! written what the daemon finds there: no link is followed, no file is read beyond a bound. The VMM can neither
-//! remove nor replace what the daemon creates there, since the directory is root's and sticky.
+//! It is a file system in memory, visible to no other process, and disappears with its VMM. A hostile VMM may have
+//! written what the daemon finds there, so no link is followed and no file is read beyond a bound. The VMM can neither
+//! remove nor replace what the daemon creates there, because the directory is root's and sticky.
 
 use std::{
     fs::{self, File, Permissions},
@@ -43,7 +43,7 @@ impl Room {
                 "the VMM is in the host's mount namespace: it was started without a jail",
             ));
         }
-        // Checked last: while the process lives, its pid is not reused.
+        // Checked last: while the process lives, its PID is not reused.
         match process.is_alive() {
             true => Ok(Self(room)),
             false => Err(io::Error::from_raw_os_error(libc::ESRCH)),
@@ -56,7 +56,7 @@ impl Room {
         std::sync::Arc::new(Self(socket::open(dir).unwrap()))
     }
 
-    /// Listens on the socket `name`, which the VMM can connect to. Replaces a socket of an earlier daemon.
+    /// Listens on the socket `name`, to which the VMM can connect. Replaces a socket of an earlier daemon.
     pub fn listen(&self, name: &str) -> io::Result<UnixListener> {
         match unlinkat(&self.0, name, AtFlags::empty()) {
             Ok(()) | Err(rustix::io::Errno::NOENT) => {}
@@ -81,8 +81,8 @@ impl Room {
         Ok(Path::new(ROOM).join(name))
     }
 
-    /// Writes the file `name`, which the VMM can open as `mode` says, but neither remove nor replace. A reader sees the old
-    /// content or the new one if both fit into a page.
+    /// Writes the file `name`, which the VMM can open as `mode` permits, but neither remove nor replace. If both the
+    /// old and the new content fit into a page, a reader sees either of them whole.
     pub fn write(&self, name: &str, content: &[u8], mode: u32) -> io::Result<()> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = File::from(openat(&self.0, name, flags, Mode::RUSR | Mode::WUSR)?);
@@ -90,7 +90,7 @@ impl Room {
         file.write_all_at(content, 0)
     }
 
-    /// Reads the regular file `name` in the directory `dir` that [`Room::make_dir`] created.
+    /// Reads the regular file `name` in the directory `dir`, which [`Room::make_dir`] created.
     pub fn read(&self, dir: &str, name: &str, max: u64) -> io::Result<Vec<u8>> {
         let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = openat(&self.0, dir, flags | OFlags::PATH | OFlags::DIRECTORY, Mode::empty())?;

@@ -1,4 +1,4 @@
-//! The directory of a running VM, whichever VMM runs it: sockets, and logs of bounded size.
+//! The directory of a running VM of any VMM: sockets, and logs of bounded size.
 
 use std::{
     fs, io,
@@ -16,14 +16,14 @@ use tokio::{
 
 use super::{VmRecord, VmSpec, VmmError, capture::Capture, console};
 
-/// Most bytes kept of a VMM's stderr.
+/// Maximum number of bytes kept of a VMM's stderr.
 const VMM_LOG_BYTES: u64 = 64 << 10;
-/// Last lines shown of the VMM's stderr.
+/// Number of last lines shown of the VMM's stderr.
 const VMM_LINES: usize = 4;
-/// Last lines shown of the guest's console: a panic with its call trace takes up to 20.
+/// Number of last lines shown of the guest's console: a panic with its call trace takes up to 20.
 const CONSOLE_LINES: usize = 24;
 
-/// The output of a VMM and of its guest, both hostile.
+/// The output of a VMM and of its guest, both of which may be hostile.
 #[derive(Debug)]
 pub struct Captures {
     vmm: Capture,
@@ -39,7 +39,7 @@ impl Captures {
         console_bytes: u64,
     ) -> io::Result<Self> {
         let stderr = pipe::Receiver::from_owned_fd(stderr)?;
-        // By handle: it still works after the directory is moved.
+        // Through a handle, which still works after the directory is moved.
         let dir = Arc::new(socket::open(run_dir)?);
         Ok(Self {
             vmm: Capture::start(stderr, dir.clone(), "vmm.log", VMM_LOG_BYTES),
@@ -52,7 +52,7 @@ impl Captures {
         tokio::join!(self.vmm.drained(), self.console.drained());
     }
 
-    /// Returns what [`super::Vm::last_lines`] does.
+    /// Returns the lines of [`super::Vm::last_lines`].
     pub async fn last_lines(&self) -> Vec<String> {
         let mut lines = self.vmm.last_lines(VMM_LINES).await;
         lines.extend(self.console.last_lines(CONSOLE_LINES).await);
@@ -80,12 +80,12 @@ impl Files {
         Ok(listener.into())
     }
 
-    /// Adds a file.
+    /// Adds the file `path`.
     pub fn add(&mut self, path: PathBuf) {
         self.0.push(path);
     }
 
-    /// Keeps the files: the VM runs.
+    /// Keeps the files, because the VM runs.
     pub fn keep(mut self) {
         self.0.clear();
     }
@@ -108,8 +108,8 @@ pub fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream
     socket::connect(run_dir, name).map_err(path_error(pod, "connect to", run_dir.join(name)))
 }
 
-/// Opens the pipe to which a running VMM writes through its descriptor `fd`. An earlier reader may be dead:
-/// this makes a new one.
+/// Opens the pipe to which a running VMM writes through its descriptor `fd`. An earlier reader may be dead; this makes
+/// a new one.
 pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     let path = PathBuf::from(format!("/proc/{}/fd/{fd}", record.pid));
     match fs::File::open(&path) {
@@ -118,7 +118,7 @@ pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     }
 }
 
-/// Returns a function that turns the host's error into one that names the pod and what was attempted.
+/// Returns a function that turns an error of the host into an error that names the pod and what was attempted.
 pub fn path_error(
     pod: &SandboxId,
     action: &'static str,

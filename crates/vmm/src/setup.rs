@@ -15,33 +15,33 @@ use super::{
     version::VersionError,
 };
 
-/// Why no VMM can be used.
+/// The reason why no VMM can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// Guests cannot run as configured.
     #[error("no VMM can be used as configured")]
     Accelerator(#[from] AcceleratorError),
-    /// The configuration asks for Cloud Hypervisor.
+    /// Cloud Hypervisor is configured but cannot be used.
     #[error("vmm \"cloud-hypervisor\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
     CloudHypervisor(#[source] VersionError),
-    /// The configuration asks for Firecracker.
+    /// Firecracker is configured but cannot be used.
     #[error("vmm \"firecracker\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
     Firecracker(#[source] VersionError),
-    /// This VMM cannot emulate.
+    /// The configured VMM cannot emulate.
     #[error("vmm \"{0}\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
     Emulated(&'static str),
-    /// A runtime handler names this VMM.
+    /// The VMM of a runtime handler cannot be used.
     #[error("cannot serve runtime handler {handler:?}: change its vmm, or remove it from [handlers]")]
     Handler {
-        /// The handler.
+        /// Name of the handler.
         handler: String,
-        /// Why its VMM cannot be used.
+        /// The reason why its VMM cannot be used.
         #[source]
         source: Box<SetupError>,
     },
 }
 
-/// Finds the configured VMM and those that runtime handlers name, and checks that they work.
+/// Finds the configured VMM and those of runtime handlers, and checks that they work.
 pub async fn detect_all(config: &Config) -> Result<Vmms, SetupError> {
     let usual = detect(&config.vm).await?;
     let mut others = Vec::new();
@@ -73,7 +73,7 @@ pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
     Ok(Arc::new(Chosen { vmm, config: config.clone() }))
 }
 
-/// Chooses with "auto": Cloud Hypervisor if it and KVM work, else QEMU with KVM, else QEMU emulating.
+/// Chooses the VMM for "auto": Cloud Hypervisor if it and KVM work, else QEMU with KVM, else QEMU emulating.
 async fn choose(
     config: &VmConfig,
     accelerator: &'static str,
@@ -98,8 +98,7 @@ async fn choose(
     Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
 }
 
-/// The VMM that was chosen. It also adopts VMs of the other VMMs: an earlier daemon may have chosen one of
-/// them.
+/// The chosen VMM. It also adopts VMs of the other VMMs, because an earlier daemon may have chosen one of them.
 #[derive(Debug)]
 struct Chosen {
     vmm: Arc<dyn Vmm>,
@@ -163,8 +162,8 @@ mod tests {
     fn config_of(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
         let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
         std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();
-        // Copied by another process: if it is open for writing here, a process that another test forks at this moment
-        // inherits the descriptor, and the script cannot be executed until that process is gone.
+        // Copied by another process. If the script were open for writing here, a process that another test forks at
+        // this moment would inherit the descriptor, and the script could not be executed until that process is gone.
         let install = Command::new("install").args(["-m", "755"]).args([&text, &script]).status();
         assert!(install.unwrap().success());
         VmConfig { vmm, cloud_hypervisor: script, ..Config::default().vm }

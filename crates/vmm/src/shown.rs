@@ -1,7 +1,7 @@
 //! A disk that a VMM opens.
 //!
-//! The VMM opens disks by path, but cannot see the host's files. So while it opens a disk, that one file is mounted in
-//! its jail, and its user may open it. Afterwards the VMM has it open, and mount and permission are removed. The
+//! The VMM opens disks by path, but cannot see the host's files. So while it opens a disk, this one file is mounted in
+//! its jail, and its user may open it. Afterwards the VMM has the file open, and mount and permission are removed. The
 //! host's own namespace gets no mount.
 
 use std::{
@@ -14,7 +14,7 @@ use std::{
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use rustix::{
-    fs::{CWD, Mode, OFlags},
+    fs::CWD,
     mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree},
 };
 use sandboxer_process::Process;
@@ -30,22 +30,22 @@ use crate::{
 pub struct Shown {
     process: Arc<Process>,
     path: PathBuf,
-    // Held for its drop.
+    // Held for its effect when it is dropped.
     _permit: Option<Permit>,
 }
 
 impl Shown {
-    /// Mounts `disk` in the jail of `process` and lets `user` open it. Blocks for some system calls.
+    /// Mounts `disk` in the jail of `process` and lets `user` open it. Blocks for a few system calls.
     pub fn new(process: Arc<Process>, user: u32, disk: &DiskSpec) -> io::Result<Self> {
-        let found = rustix::fs::open(&disk.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let file = File::from(disk.file.descriptor()?);
         let flags =
             OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
-        let tree = open_tree(&found, "", flags)?;
+        let tree = open_tree(&file, "", flags)?;
         let path = shown(&disk.serial);
         within(&process, || put(&tree, &path, disk.read_only))?;
-        // From here on it is unmounted on every path.
+        // From here on, the disk is unmounted on every path.
         let mut shown = Self { process, path, _permit: None };
-        shown._permit = Permit::grant(&disk.path, user, !disk.read_only)?;
+        shown._permit = Permit::grant(file, user, !disk.read_only)?;
         Ok(shown)
     }
 }
@@ -83,15 +83,25 @@ fn put(tree: &OwnedFd, path: &Path, read_only: bool) -> io::Result<()> {
 /// Unmounts what is at `path`, in the jail.
 fn hide(path: &Path) -> io::Result<()> {
     match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-        // Not mounted: the daemon died just before, or the mount failed.
+        // Nothing is mounted: the daemon died just before, or the mount failed.
         Ok(()) | Err(nix::errno::Errno::EINVAL) => {}
         Err(errno) => return Err(errno.into()),
     }
     fs::remove_file(path)
 }
 
-/// Unmounts what an earlier daemon left in the jail of `process`. Blocks for some system calls.
-pub fn clear(process: &Process) -> io::Result<()> {
+/// Unmounts what an earlier daemon left in the jail of `process`, and revokes the permits of `user` for it. Blocks for
+/// a few system calls.
+pub fn clear(process: &Process, user: u32) -> io::Result<()> {
     let dir = room::shown("");
-    within(process, || fs::read_dir(dir)?.try_for_each(|entry| hide(&entry?.path())))
+    within(process, || {
+        fs::read_dir(dir)?.try_for_each(|entry| {
+            let path = entry?.path();
+            if let Err(error) = Permit::take_back(&path, user) {
+                tracing::warn!(path = %path.display(), user, %error,
+                    "cannot remove a VMM's entry from a disk's access control list");
+            }
+            hide(&path)
+        })
+    })
 }

@@ -1,6 +1,16 @@
 //! The description of a VM, independent of the VMM.
 
-use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{
+    fs::File,
+    io::{self, Seek, SeekFrom},
+    os::{
+        fd::OwnedFd,
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+};
 
 use sandboxer_config::VmConfig;
 use sandboxer_process::cgroup::{Cgroup, CgroupEntries};
@@ -13,14 +23,14 @@ use serde::{Deserialize, Serialize};
 
 use super::{DiskLimits, VmmError, hotplug};
 
-/// The shape of a VM: VMs of one shape differ only in what pods do with them.
+/// The shape of a VM. VMs of one shape differ only in what pods do with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Shape {
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     pub vcpus: u32,
-    /// Memory, MiB.
+    /// Size of the memory, MiB.
     pub memory_mib: u64,
-    /// Network interfaces.
+    /// Number of network interfaces.
     pub nics: u8,
 }
 
@@ -34,48 +44,49 @@ impl std::fmt::Display for Shape {
     }
 }
 
-/// A VM, complete: every host resource it names exists before a VMM sees it.
+/// The complete description of a VM. Every host resource that it names exists before a VMM sees it.
 #[derive(Debug, Clone)]
 pub struct VmSpec {
-    /// The pod it is for; names the VM in every error.
+    /// The pod that the VM is for, whose name is in every error.
     pub pod: SandboxId,
     /// Existing directory of mode 0700 for the VM's sockets and logs, for this pod only.
     pub run_dir: PathBuf,
-    /// Virtual CPUs, at least 1.
+    /// Number of virtual CPUs, at least 1.
     pub vcpus: u32,
-    /// Guest memory, MiB.
+    /// Size of the guest's boot memory, MiB.
     pub memory_mib: u64,
-    /// Memory that it can get while it runs, MiB: 0, or a multiple of [`crate::HOTPLUG_STEP_MIB`]. Not every VMM can do that.
+    /// Memory that the guest can get while it runs, MiB: 0, or a multiple of [`crate::HOTPLUG_STEP_MIB`]. Not every
+    /// VMM supports this.
     pub growth_mib: u64,
-    /// vCPUs that it can get while it runs. Not every VMM can do that.
+    /// Number of vCPUs that the guest can get while it runs. Not every VMM supports this.
     pub growth_vcpus: u32,
-    /// Network interfaces.
+    /// Number of network interfaces.
     pub nics: u8,
-    /// The taps behind them, in order; the VMM inherits them. Empty while the VM is only described.
+    /// Taps of the network interfaces, in order, which the VMM inherits. Empty while the VM is only described.
     pub taps: Vec<Arc<OwnedFd>>,
-    /// The same for a VMM that opens its taps: see [`super::Vmm::opens_taps`]. `None`: there are none, or it inherits
-    /// them.
+    /// Taps for a VMM that opens them itself: see [`super::Vmm::opens_taps`]. `None`: there are none, or the VMM
+    /// inherits them.
     pub named_taps: Option<NamedTaps>,
-    /// Uncompressed kernel (ELF with a PVH note).
+    /// Path of the uncompressed kernel, an ELF file with a PVH note.
     pub kernel: PathBuf,
-    /// The initramfs that holds the agent.
+    /// Path of the initramfs that holds the agent.
     pub initramfs: PathBuf,
-    /// What the agent learns from the kernel command line.
+    /// Parameters that the agent reads from the kernel command line.
     pub boot: BootParams,
-    /// Its memory is in huge pages of the host, 2 MiB each: [`VmSpec::memory_mib`] is even, it neither grows nor is frozen. Not every
-    /// VMM can do that: see [`super::Vmm::has_huge_pages`].
+    /// Whether the guest's memory is in huge pages of the host, 2 MiB each. Then [`VmSpec::memory_mib`] is even, and
+    /// the VM neither grows nor is frozen. Not every VMM supports this: see [`super::Vmm::has_huge_pages`].
     pub huge_pages: bool,
-    /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
-    /// memory of the VMM.
+    /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private memory
+    /// of the VMM.
     pub memory_file: Option<PathBuf>,
-    /// Disks that the VM boots with. A VM that is restored: those that the frozen one had, each with a file of
-    /// its own. A VMM whose frozen VM remembers limits keeps those.
+    /// Disks present at boot. On restore: the template's disks, each backed by its own file; VMMs that snapshot rate
+    /// limits keep the snapshot's limits.
     pub disks: Vec<DiskSpec>,
-    /// No caller waits for it: its processes get low priority until it is assigned to a pod.
+    /// Whether no caller waits for the VM. Its processes then have low priority until it is assigned to a pod.
     pub background: bool,
-    /// Most bytes of guest console that are kept.
+    /// Maximum number of bytes of guest console that are kept.
     pub console_log_bytes: u64,
-    /// Existing control group in which its VMM starts. `None`: the daemon's.
+    /// Existing control group in which the VMM starts. `None`: the daemon's.
     pub cgroup: Option<Cgroup>,
 }
 
@@ -104,22 +115,22 @@ impl VmSpec {
         }
     }
 
-    /// Returns its shape.
+    /// Returns the shape of the VM.
     pub fn shape(&self) -> Shape {
         Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics: self.nics }
     }
 
-    /// Returns the words on the kernel command line that let it get memory, with a space behind them.
+    /// Returns the words on the kernel command line that let the VM get memory, each followed by a space.
     pub(super) fn hotplug_words(&self) -> String {
         if self.growth_mib == 0 { String::new() } else { format!("{} ", hotplug::KERNEL_WORDS) }
     }
 
-    /// Duplicates each of [`VmSpec::taps`], for its VMM to inherit.
+    /// Duplicates each of [`VmSpec::taps`], for the VMM to inherit.
     pub(super) fn own_taps(&self) -> io::Result<Vec<OwnedFd>> {
         self.taps.iter().map(|tap| tap.try_clone()).collect()
     }
 
-    /// Opens the files through which its VMM enters [`VmSpec::cgroup`].
+    /// Opens the files through which the VMM enters [`VmSpec::cgroup`].
     pub(super) fn entries(&self) -> Result<CgroupEntries, VmmError> {
         let opened = self.cgroup.as_ref().map(Cgroup::entries).transpose();
         let opened = opened.map_err(|(path, source)| VmmError::Path {
@@ -131,7 +142,7 @@ impl VmSpec {
         Ok(opened?.unwrap_or_default())
     }
 
-    /// Returns this VM without anything that differs from pod to pod, except `pod` itself. It is to be frozen,
+    /// Returns this VM without anything that differs from pod to pod, except `pod` itself. The result is to be frozen,
     /// in a file without a name.
     pub fn without_pod(&self) -> Self {
         Self {
@@ -151,34 +162,118 @@ pub(super) fn first_mac_text(nic: u8) -> String {
     first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
 }
 
-/// Taps in a network namespace of their VM's own, in which its VMM runs. No process holds them.
+/// Taps in a network namespace of the VM's own, in which the VMM runs. No process holds them.
 #[derive(Debug, Clone)]
 pub struct NamedTaps {
-    /// The namespace.
+    /// The network namespace.
     pub namespace: Arc<OwnedFd>,
-    /// The taps in it, one for each interface of the VM.
+    /// Names of the taps, one for each network interface of the VM.
     pub names: Vec<String>,
 }
 
-/// Serial of the image of a pod's first container. For this disk and for [`SPARE`] a VM may have a device from its boot on: the guest
-/// then has no device to find when they are attached, and its device stays when they are detached. Every VM takes disks of these names.
+/// Serial of the image of a pod's first container. A VM may have a device for this disk and for [`SPARE`] from its
+/// boot on. The guest then has no device to find when they are attached, and the device stays when they are detached.
+/// Every VM accepts disks of these names.
 pub const FIRST_IMAGE: &str = "image-0";
 /// Serial of the disk for the writes of a pod's first container. See [`FIRST_IMAGE`].
 pub const SPARE: &str = "spare-0";
 
 /// A disk of a VM.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone)]
 pub struct DiskSpec {
-    /// The guest finds the disk by it: 1 to 20 letters, digits and `-`, unique within the VM.
+    /// Name by which the guest finds the disk: 1 to 20 letters, digits and `-`, unique within the VM.
     pub serial: String,
-    /// Regular file (raw image) or block device.
-    pub path: PathBuf,
-    /// The guest cannot write to it.
+    /// The disk's content, open as the disk is used: a VMM's driver opens nothing by a path.
+    pub file: DiskFile,
+    /// Whether the guest cannot write to the disk.
     pub read_only: bool,
-    /// How fast the guest may read and write it.
-    // Part of no record: it is the pod's.
-    #[serde(skip)]
+    /// Limits of the guest's reads and writes.
     pub limits: DiskLimits,
+}
+
+impl DiskSpec {
+    /// Returns what is recorded of the disk once a VMM has it.
+    pub fn record(&self) -> DiskRecord {
+        let path = self.file.name().to_owned();
+        DiskRecord { serial: self.serial.clone(), path, read_only: self.read_only }
+    }
+}
+
+/// The record of a disk that a VM has.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskRecord {
+    /// The value of [`DiskSpec::serial`].
+    pub serial: String,
+    /// Path at which the disk's file was opened.
+    pub path: PathBuf,
+    /// The value of [`DiskSpec::read_only`].
+    pub read_only: bool,
+}
+
+/// An open regular file (raw image) or block device. Clones share the open file.
+#[derive(Debug, Clone)]
+pub struct DiskFile(Arc<Opened>);
+
+#[derive(Debug)]
+struct Opened {
+    /// The open file; `None` only while it is dropped.
+    file: Option<File>,
+    name: PathBuf,
+    is_device: bool,
+}
+
+impl DiskFile {
+    /// Returns a disk of the open `file`; `name` is for messages and records.
+    pub fn new(file: File, name: PathBuf) -> io::Result<Self> {
+        let kind = file.metadata()?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "neither a file nor a block device"));
+        }
+        Ok(Self(Arc::new(Opened { file: Some(file), name, is_device: kind.is_block_device() })))
+    }
+
+    /// Returns the name of the file, which may lead elsewhere by now.
+    pub fn name(&self) -> &Path {
+        &self.0.name
+    }
+
+    /// Returns whether the file is a block device.
+    pub fn is_device(&self) -> bool {
+        self.0.is_device
+    }
+
+    /// Returns the size in bytes.
+    pub fn bytes(&self) -> io::Result<u64> {
+        // A block device's metadata has no length, but its end can be sought.
+        self.0.file()?.seek(SeekFrom::End(0))
+    }
+
+    /// Returns the device and inode of the file.
+    pub fn inode(&self) -> io::Result<(u64, u64)> {
+        let meta = self.0.file()?.metadata()?;
+        Ok((meta.dev(), meta.ino()))
+    }
+
+    /// Duplicates the descriptor.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        Ok(self.0.file()?.try_clone()?.into())
+    }
+}
+
+impl Opened {
+    fn file(&self) -> io::Result<&File> {
+        self.file.as_ref().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        let file = self.file.take();
+        if self.is_device {
+            // Closing a device may block, so it is left to a thread of its own, or done here if none can be started.
+            let _ = thread::Builder::new().name("close-device".to_owned()).spawn(move || drop(file));
+        }
+    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// Time between the two readings: an error of 0.2 µs in either makes 4 ppm.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Number of readings; the least disturbed one counts.
+/// Number of readings, the least disturbed of which counts.
 const ATTEMPTS: usize = 8;
 
 /// Measures the counter's frequency, kHz. Takes a tenth of a second.
@@ -36,14 +36,14 @@ fn reading() -> (Instant, u64) {
 
 #[cfg(target_arch = "x86_64")]
 fn count() -> u64 {
-    // SAFETY: reads a register that every x86-64 CPU has.
+    // SAFETY: this reads a register that every x86-64 CPU has.
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
 #[cfg(target_arch = "aarch64")]
 fn count() -> u64 {
     let count;
-    // SAFETY: reads the virtual counter, which Linux lets every process read.
+    // SAFETY: this reads the virtual counter, which Linux lets every process read.
     unsafe { std::arch::asm!("mrs {}, cntvct_el0", out(reg) count, options(nomem, nostack)) };
     count
 }

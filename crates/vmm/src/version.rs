@@ -4,53 +4,53 @@ use std::{io, path::Path, process::Stdio, time::Duration};
 
 use tokio::{io::AsyncReadExt, process::Command};
 
-/// Longest wait for `--version`.
+/// Time limit of `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Most bytes read of its output.
+/// Maximum number of bytes read of the output.
 const ANSWER: u64 = 4096;
 
-/// Why a program cannot be used as a VMM.
+/// The reason why a program cannot be used as a VMM.
 #[derive(Debug, thiserror::Error)]
 pub enum VersionError {
-    /// It cannot be run.
+    /// The program cannot be run.
     #[error("cannot run {program}")]
     Run {
-        /// As configured.
+        /// The program, as configured.
         program: String,
         /// The system's error.
         source: io::Error,
     },
-    /// It did not end.
+    /// The program did not end in time.
     #[error("{program} --version did not end within {LIMIT:?}")]
     Hung {
-        /// As configured.
+        /// The program, as configured.
         program: String,
     },
-    /// It is another program.
+    /// The program is not the expected VMM.
     #[error("{program} is not {vmm}: its --version prints {output:?}")]
     Foreign {
-        /// As configured.
+        /// The program, as configured.
         program: String,
         /// Name of the VMM.
         vmm: &'static str,
-        /// Its first line, cut.
+        /// First line of the program's output, cut.
         output: String,
     },
-    /// Too old or too new.
+    /// The VMM is too old or too new.
     #[error("{program} is {vmm} {found}; supported are {known}")]
     Unknown {
-        /// As configured.
+        /// The program, as configured.
         program: String,
         /// Name of the VMM.
         vmm: &'static str,
-        /// As it reports.
+        /// Version that the VMM reports.
         found: String,
         /// The supported versions.
         known: String,
     },
 }
 
-/// Runs `program --version`. Returns its first line, cut.
+/// Runs `program --version`. Returns the first line of the output, cut.
 pub async fn first_line(program: &Path) -> Result<String, VersionError> {
     let name = || program.display().to_string();
     match tokio::time::timeout(LIMIT, asked(program)).await {

@@ -6,24 +6,25 @@ use sandboxer_config::VmmName;
 
 use super::{Held, Vm, VmRecord, Vmm, VmmError};
 
-/// The VMMs that run this daemon's pods: the configured one, and others that runtime handlers name.
+/// The VMMs that run this daemon's pods: the configured one, and those of runtime handlers.
 #[derive(Debug, Clone)]
 pub struct Vmms {
     usual: Arc<dyn Vmm>,
     others: Vec<Arc<dyn Vmm>>,
 }
 
-/// One of [`Vmms`]. The default is the configured one.
+/// The key of one of [`Vmms`]. The default is the configured VMM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VmmKey(Option<usize>);
 
 impl Vmms {
-    /// Returns the configured VMM and `others`, each with a name of its own.
+    /// Returns the configured VMM and `others`, each of which has its own name.
     pub fn new(usual: Arc<dyn Vmm>, others: Vec<Arc<dyn Vmm>>) -> Self {
         Self { usual, others }
     }
 
-    /// Returns the key of the VMM that a pod asks for, the configured one if it asks for none. `None`: it is not here.
+    /// Returns the key of the VMM that a pod requests, or of the configured one if it requests none. `None`: this
+    /// daemon does not have the VMM.
     pub fn key(&self, asked: Option<VmmName>) -> Option<VmmKey> {
         asked.map_or(Some(VmmKey::default()), |name| self.named(name.as_str()))
     }
@@ -37,12 +38,13 @@ impl Vmms {
         std::iter::once(VmmKey(None)).chain((0..self.others.len()).map(|index| VmmKey(Some(index))))
     }
 
-    /// Returns a VMM.
+    /// Returns the VMM of a key.
     pub fn get(&self, VmmKey(key): VmmKey) -> &Arc<dyn Vmm> {
         key.and_then(|index| self.others.get(index)).unwrap_or(&self.usual)
     }
 
-    /// Returns the VMM for VMs of an earlier daemon: the one of that name, else the configured one, which knows them all.
+    /// Returns the VMM for VMs of an earlier daemon: the VMM of the recorded name, else the configured one, which
+    /// knows them all.
     fn of(&self, record: &VmRecord) -> &Arc<dyn Vmm> {
         self.get(self.named(&record.vmm).unwrap_or_default())
     }

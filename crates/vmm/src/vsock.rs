@@ -1,13 +1,13 @@
-//! The connection to the agent: a hybrid vsock; on the host its ports are unix sockets.
+//! The connection to the agent, a hybrid vsock: on the host its ports are Unix sockets.
 //!
 //! ```text
-//! vsock.sock         the VMM listens; `CONNECT 1024\n` connects to the guest's port 1024, the answer is `OK …\n`
+//! vsock.sock         the VMM listens; `CONNECT 1024\n` connects to the guest's port 1024, the response is `OK …\n`
 //! vsock.sock_1025    the server of the guest's shares listens, if any; each connection is one of the guest's
 //! vsock.sock_1024    the daemon listens; a guest's connection to its host's port 1024 arrives here
 //! ```
 //!
-//! A connection to a guest whose agent does not listen yet is refused, and no event tells when to retry.
-//! So the agent, once it listens, connects to its host and hangs up; the daemon waits for that.
+//! A connection to a guest whose agent does not listen yet is refused, and no event reports when to retry. So the
+//! agent, once it listens, connects to its host and hangs up; the daemon waits for that.
 
 use std::{
     io,
@@ -28,12 +28,12 @@ use tokio::{
 
 use crate::room::Room;
 
-/// The VMM's socket, in its room.
+/// Name of the VMM's socket in its room.
 pub const SOCKET: &str = "vsock.sock";
-/// Longest answer to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
+/// Maximum length of a response to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
 const MAX_ANSWER: usize = 14;
-/// Time limits for an answer, seconds; after each the attempt is repeated. A restored guest may receive `CONNECT`
-/// before it listens to its vsock again; it never answers that attempt, but a later one.
+/// Time limits for a response, in seconds; after each the attempt is repeated. A restored guest may receive `CONNECT`
+/// before it listens to its vsock again; it never responds to this attempt, but to a later one.
 const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 
 /// Returns the name of the daemon's socket.
@@ -46,18 +46,18 @@ pub fn shares() -> String {
     format!("{SOCKET}_{VSOCK_PORT}")
 }
 
-/// The connection to one guest's agent. Clones are the same connection.
+/// The connection to one guest's agent, which all clones share.
 #[derive(Debug, Clone)]
 pub struct Link {
     room: Arc<Room>,
     heard: Arc<Heard>,
 }
 
-/// What is known about the agent.
+/// The knowledge about the agent.
 #[derive(Debug)]
 struct Heard {
     announced: UnixListener,
-    /// The agent may listen: it has announced itself, or may have done so before the daemon listened.
+    /// Whether the agent may listen: it has announced itself, or may have done so before the daemon listened.
     listens: AtomicBool,
     /// A duplicate of the stream that was opened last.
     last: Mutex<Option<OwnedFd>>,
@@ -69,7 +69,7 @@ impl Link {
         Self::listening(room, false)
     }
 
-    /// Returns the link to a guest that has been running.
+    /// Returns the link to a guest that is already running.
     pub fn of_running(room: Arc<Room>) -> io::Result<Self> {
         Self::listening(room, true)
     }
@@ -87,7 +87,7 @@ impl Link {
         })
     }
 
-    /// Opens a stream to the agent, as soon as it listens; the one before is dead.
+    /// Opens a stream to the agent as soon as it listens, and kills the previous stream.
     pub async fn stream(&self) -> io::Result<UnixStream> {
         self.cut();
         loop {
@@ -108,7 +108,7 @@ impl Link {
     pub async fn close(&self) -> io::Result<()> {
         let Some(last) = self.last() else { return Ok(()) };
         match rustix::net::shutdown(&last, Shutdown::Write) {
-            // The guest closed it first.
+            // The guest closed the stream first.
             Ok(()) | Err(rustix::io::Errno::NOTCONN) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -134,7 +134,7 @@ impl Link {
         }
     }
 
-    /// Connects as [`Link::connect`] does; retries an unanswered attempt, up to a bound.
+    /// Connects as [`Link::connect`] does; retries an attempt without a response, up to a bound.
     async fn attempts(&self) -> io::Result<Option<UnixStream>> {
         for limit in ANSWER_SECONDS.map(Duration::from_secs) {
             match tokio::time::timeout(limit, self.connect()).await {
@@ -146,14 +146,14 @@ impl Link {
         Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words} in {times} attempts")))
     }
 
-    /// Connects to the agent; `None`: no process listens in the guest.
+    /// Connects to the agent. `None`: no process listens in the guest.
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
         let mut stream = self.room.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {
             Err(error) if is_gone(&error) => return Ok(None),
             written => written?,
         }
-        // Byte by byte: what follows the line is for the agent's reader.
+        // Byte by byte, because what follows the line is for the agent's reader.
         let mut answer = Vec::with_capacity(MAX_ANSWER);
         while answer.last() != Some(&b'\n') && answer.len() < MAX_ANSWER {
             let mut byte = [0];
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// Starts a VMM that answers one connection after the other with these, and then closes each.
+    /// Starts a VMM that sends one of `answers` on each connection, in order, and then closes it.
     fn vmm(run_dir: &Path, answers: &'static [&'static str]) {
         let listener = socket::listen(run_dir, SOCKET).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -242,7 +242,7 @@ mod tests {
             let link = Link::of_running(Room::at(dir.path())).unwrap();
             vmm(dir.path(), Vec::leak(vec![rubbish]));
             match link.stream() {
-                // Two bytes and the end: as if the agent did not listen, so it waits.
+                // Two bytes and the end, as if the agent did not listen, so the link waits.
                 stream if rubbish == "no" => {
                     tokio::pin!(stream);
                     assert!(futures::poll!(&mut stream).is_pending());
@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    /// As right after a restore: a connection is never answered while the guest's vsock is being reset.
+    /// As right after a restore, a connection never gets a response while the guest's vsock is being reset.
     #[tokio::test(start_paused = true)]
     async fn a_connect_that_is_never_answered_is_made_again_a_bounded_number_of_times() {
         let dir = tempfile::tempdir().unwrap();

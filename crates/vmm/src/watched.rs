@@ -1,4 +1,4 @@
-//! A VMM's process with its output, for a VMM that is called over an API.
+//! A VMM's process with its output, for a VMM with an API.
 
 use std::{
     future::Future,
@@ -19,19 +19,19 @@ use crate::{
     shown::{self, Shown},
 };
 
-/// A process whose sockets are closed is gone within this time, or lives on without them.
+/// Time within which a process whose sockets are closed is gone; otherwise it lives on without them.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A VMM's process. Clones watch the same process.
+/// A VMM's process, which all clones watch.
 #[derive(Debug, Clone)]
 pub struct Watched {
     /// The pod that errors name.
     pub pod: SandboxId,
     /// The process.
     pub process: Arc<Process>,
-    /// Its output.
+    /// The output of the VMM and of its guest.
     pub captures: Arc<Captures>,
-    /// Why the daemon ended the process.
+    /// The reason why the daemon ended the process.
     pub cause: Arc<OnceLock<&'static str>>,
 }
 
@@ -41,12 +41,12 @@ impl Watched {
         Self { pod: pod.clone(), process, captures: Arc::new(captures), cause: Arc::default() }
     }
 
-    /// Returns the same process as that of another pod.
+    /// Returns the same process, as the process of another pod.
     pub fn of(&self, pod: &SandboxId) -> Self {
         Self { pod: pod.clone(), ..self.clone() }
     }
 
-    /// Waits for the answer to `call`; turns each failure into one kind of error.
+    /// Waits for the response to `call` and turns each failure into one kind of error.
     pub async fn answered<T>(
         &self,
         call: &str,
@@ -86,13 +86,13 @@ impl Watched {
         }
     }
 
-    /// Makes these disks visible to the VMM, which runs as `user`, for `call`.
+    /// Makes these disks visible to the VMM, which runs as `user`, for the duration of `call`.
     pub async fn show(&self, call: &str, user: u32, disks: &[DiskSpec]) -> Result<Vec<Shown>, VmmError> {
         let (process, disks, pod) = (self.process.clone(), disks.to_vec(), self.pod.clone());
         let show = move || -> Result<Vec<Shown>, VmmError> {
             let show = |disk: &DiskSpec| {
                 let shown = Shown::new(process.clone(), user, disk);
-                shown.map_err(path_error(&pod, "mount disk", disk.path.clone()))
+                shown.map_err(path_error(&pod, "mount disk", disk.file.name().to_owned()))
             };
             disks.iter().map(show).collect()
         };
@@ -105,10 +105,10 @@ impl Watched {
         }
     }
 
-    /// Removes from the jail the disks that an earlier daemon left there.
-    pub async fn clear(&self) -> Result<(), VmmError> {
+    /// Removes from the jail the disks that an earlier daemon left there, and the permissions of its `user`.
+    pub async fn clear(&self, user: u32) -> Result<(), VmmError> {
         let process = self.process.clone();
-        let cleared = tokio::task::spawn_blocking(move || shown::clear(&process)).await;
+        let cleared = tokio::task::spawn_blocking(move || shown::clear(&process, user)).await;
         cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(path_error(
             &self.pod,
             "unmount disks in",
@@ -116,12 +116,12 @@ impl Watched {
         ))
     }
 
-    /// Returns whether the process exits soon: its sockets close before it is gone.
+    /// Returns whether the process is about to exit: its sockets close before it is gone.
     async fn is_ending(&self) -> bool {
         tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok()
     }
 
-    /// Waits for the process's end. Returns how it ended.
+    /// Waits for the end of the process. Returns how it ended.
     pub async fn end(&self) -> String {
         let exit = self.process.exited().await;
         // Boxed: this waits for as long as the VMM runs.

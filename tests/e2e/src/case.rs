@@ -60,7 +60,8 @@ impl Case {
         let name = format!("{}-{serial}", self.name);
         PodSandboxConfig {
             metadata: Some(PodSandboxMetadata {
-                uid: format!("uid-{name}"),
+                // The same for all pods of the case, as for the sandboxes of one pod that is restarted: its volumes are theirs.
+                uid: format!("uid-{}", self.name),
                 name: name.clone(),
                 namespace: "e2e".into(),
                 attempt: 0,

@@ -41,18 +41,19 @@ struct UpdatePodSandboxResourcesRequest {
 /// Result of a call: errors stay gRPC's, because users read their text.
 pub type Answer<T> = std::result::Result<T, Status>;
 
+/// Returns a connection to the Unix socket at `path`, which is made at the first call and again after a loss.
+pub(crate) fn channel(path: PathBuf) -> Result<Channel> {
+    let connect = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?)) }
+    });
+    Ok(Endpoint::try_from("http://containerd")?.connect_with_connector_lazy(connect))
+}
+
 impl Cri {
     /// Returns a client for the Unix socket at `path`; connects at the first call, reconnects after a loss.
     pub fn connect(path: PathBuf) -> Result<Self> {
-        let channel =
-            Endpoint::try_from("http://containerd")?.connect_with_connector_lazy(tower::service_fn(
-                move |_: Uri| {
-                    let path = path.clone();
-                    async move {
-                        Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(path).await?))
-                    }
-                },
-            ));
+        let channel = channel(path)?;
         let runtime = RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20);
         Ok(Self { channel, runtime })
     }

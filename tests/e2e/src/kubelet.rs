@@ -27,11 +27,17 @@ impl Kubelet {
         Self::of_another(case, "")
     }
 
-    /// Creates the directories of one of several pods of `case`, identified by `name`.
+    /// Creates the directories of one of several pods of `case`, identified by `name`: the pods whose uid is
+    /// [`Kubelet::uid`].
     pub fn of_another(case: &Case, name: &str) -> Result<Self> {
         let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}{name}", case.name));
         fs::create_dir_all(&pod).with_context(|| format!("cannot create {}", pod.display()))?;
         Ok(Self { pod, mounts: Vec::new(), loops: Vec::new() })
+    }
+
+    /// Returns the uid of the pods that these volumes are of.
+    pub fn uid(&self) -> String {
+        self.pod.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
     fn volume(&self, plugin: &str, name: &str) -> Result<PathBuf> {
@@ -96,12 +102,17 @@ impl Kubelet {
 
     /// Returns a subPath: what is at `part` of a volume, bound to a path of its own. A directory is made if it is missing.
     pub fn sub_path(&mut self, volume: &Path, part: &str) -> Result<PathBuf> {
+        self.sub_path_of("c", volume, part)
+    }
+
+    /// Returns a subPath as [`Kubelet::sub_path`] does, of a container with this name.
+    pub fn sub_path_of(&mut self, container: &str, volume: &Path, part: &str) -> Result<PathBuf> {
         let source = volume.join(part);
         if !source.exists() {
             fs::create_dir_all(&source)?;
         }
         let name = volume.file_name().context("a volume has a name")?;
-        let parent = self.pod.join("volume-subpaths").join(name).join("c");
+        let parent = self.pod.join("volume-subpaths").join(name).join(container);
         fs::create_dir_all(&parent)?;
         let target = parent.join(self.mounts.len().to_string());
         if source.is_dir() {

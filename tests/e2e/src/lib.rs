@@ -6,8 +6,11 @@
 
 pub mod bystander;
 pub mod case;
+pub mod containerd;
 pub mod cri;
+pub mod fifo;
 pub mod forward;
+pub mod image;
 pub mod insist;
 pub mod kubelet;
 pub mod ledger;

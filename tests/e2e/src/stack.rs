@@ -232,15 +232,28 @@ impl Stack {
             let pid = told["daemon"][name].as_i64().and_then(|pid| i32::try_from(pid).ok());
             pid.map(Pid::from_raw).with_context(|| format!("no {name} in {told}"))
         };
-        ensure!(pid("front_pid")? == self.pid("sandboxer")?, "the front is another process: {told}");
-        pid("worker_pid")
+        let keeper = self.pid("sandboxer")?;
+        ensure!(pid("keeper_pid")? == keeper, "the keeper is another process than {keeper}: {told}");
+        let worker = pid("worker_pid")?;
+        // Another one may be there by now, but each was what it is called.
+        for (name, process, parent) in
+            [("front", pid("front_pid")?, keeper), ("worker", worker, pid("front_pid")?)]
+        {
+            let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+            let of = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1)?.parse().ok());
+            ensure!(
+                of.is_none_or(|of: i32| of == parent.as_raw() || of == 1),
+                "{process} is not the {name}: {told}"
+            );
+        }
+        Ok(worker)
     }
 
-    /// Returns the front: the child of the daemon's main process, which holds its descriptors.
+    /// Returns the front: the child of the daemon's main process, which keeps its descriptors.
     pub fn front(&self) -> Result<Pid> {
-        let holder = self.pid("sandboxer")?;
-        let children = fs::read_to_string(format!("/proc/{holder}/task/{holder}/children"))?;
-        let front = children.split_whitespace().next().context("the holder has no front now")?;
+        let keeper = self.pid("sandboxer")?;
+        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"))?;
+        let front = children.split_whitespace().next().context("the keeper has no front now")?;
         Ok(Pid::from_raw(front.parse()?))
     }
 

@@ -24,14 +24,14 @@ pub(super) struct Exec {
     pub(super) fingerprint: u64,
     pub(super) request: CreateExec,
     pub(super) process: Arc<Process>,
-    // Held during the start, which runs once.
+    // The result of the start, which runs once. The lock is held during the start.
     pub(super) outcome: AsyncMutex<Option<Result<i32, Failure>>>,
 }
 
 impl Container {
     /// Registers an exec.
     pub fn create_exec(&self, request: CreateExec) -> Result<(), Failure> {
-        self.running_pid()?;
+        self.can_exec()?;
         let fingerprint = fingerprint(&request);
         let mut execs = lock(&self.execs);
         if let Some(known) = execs.get(&request.id) {
@@ -64,8 +64,21 @@ impl Container {
         started
     }
 
-    async fn try_start_exec(&self, exec: &Exec) -> Result<i32, Failure> {
+    /// Rejects an exec of a paused container: it would wait in the container's control group, and block a worker that
+    /// the pod's other requests need.
+    fn can_exec(&self) -> Result<(), Failure> {
         self.running_pid()?;
+        match self.is_paused() {
+            false => Ok(()),
+            true => Err(Failure::precondition(format!(
+                "container {} is paused: resume it before an exec",
+                self.id
+            ))),
+        }
+    }
+
+    async fn try_start_exec(&self, exec: &Exec) -> Result<i32, Failure> {
+        self.can_exec()?;
         let request = &exec.request;
         let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
         let Done { result, since, causes } = self.launch(&exec.process, job).await?;

@@ -1,5 +1,5 @@
-//! One container: created, started, joined by execs, removed. Each step runs once, however often the host
-//! requests it, and completes even if the host disconnects.
+//! One container: created, started, joined by execs, removed. Each step runs once, however often the host requests it,
+//! and completes even if the host disconnects.
 //!
 //! ```text
 //!  (create) ──▶ creating ─▶ created ──start──▶ running ──init dies──▶ stopped ──delete──▶ gone
@@ -35,7 +35,7 @@ use crate::{
     failure::{Failure, Kind, internal},
     io, log,
     pids::SharedPids,
-    process::{Process, State, kill},
+    process::{Exit, Process, State, kill},
     reaper::Reaper,
     rootfs::Dir,
     runtime::{self, BlockDevice, Stdio},
@@ -44,19 +44,24 @@ use crate::{
     worker::{Causes, Done, Workers},
 };
 
-/// How long killed processes may take to exit, and processes to freeze.
+/// How long killed processes may take to exit, and frozen ones to freeze.
 const PROMPT: Duration = Duration::from_secs(10);
 
-/// Longest termination message of a container, bytes: kubelet reads as much, from the end.
+/// The exit code of a process that was killed by SIGKILL.
+const KILLED: u32 = 128 + libc::SIGKILL.unsigned_abs();
+/// The exit code of runc's init that a signal ends before its start, if it is PID 1 of its namespace.
+const ENDED_AS_PID_1: u32 = 2;
+
+/// The longest termination message of a container, bytes: kubelet reads this much, from the end.
 const MAX_MESSAGE: u64 = 4096;
 
-/// State that all containers share.
+/// The state that all containers share.
 pub struct Shared {
-    /// Reports exits of processes.
+    /// The reaper, which reports exits of processes.
     pub reaper: Arc<Reaper>,
-    /// Run operations of the container runtime.
+    /// The workers, which run operations of the container runtime.
     pub workers: Workers,
-    /// Watches the memory control groups.
+    /// The watch of the containers' memory control groups.
     pub oom: Arc<OomWatch>,
     /// The pod's process namespace.
     pub pids: SharedPids,
@@ -66,26 +71,29 @@ pub struct Shared {
 pub struct Container {
     id: ContainerId,
     cgroup: Cgroup,
-    /// Hash of the request that created it: tells a repeated request from another one with the same id.
+    /// The hash of the request that created the container. It distinguishes a repeated request from another one with
+    /// the same ID.
     fingerprint: u64,
-    /// Its init is not PID 1 of its namespace, so its exit ends no other process.
+    /// Whether the init is not PID 1 of its namespace, so that its exit ends no other process.
     sees_others: bool,
     init: Arc<Process>,
-    /// The file for its termination message, if it has one.
+    /// The exit code of an init that a signal ended before its start.
+    unstarted: Arc<OnceLock<u32>>,
+    /// The file for the termination message, if the container has one.
     message: Option<PathBuf>,
-    /// How long its creation took: until its disks were found, and from then on.
+    /// How long the creation took: until the disks were found, and from then on.
     took: OnceLock<(Duration, Duration)>,
     created: watch::Sender<Option<Result<i32, Failure>>>,
-    // Held over awaits on purpose: start and removal exclude each other.
+    // The state of the start. The lock is held across awaits on purpose: start and removal exclude each other.
     start: AsyncMutex<Start>,
-    // Never held across an await.
+    // The execs. The lock is never held across an await.
     execs: Mutex<HashMap<ExecId, Arc<Exec>>>,
     shared: Arc<Shared>,
 }
 
 #[derive(Default)]
 struct Start {
-    /// Closed when the init executes its program.
+    /// The pipe of causes, which is closed when the init executes its program.
     causes: Option<Causes>,
     outcome: Option<Result<i32, Failure>>,
 }
@@ -105,6 +113,7 @@ impl Container {
             fingerprint: fingerprint(request),
             sees_others: request.sees != PidMode::Own,
             init: Arc::new(Process::new(request.stdio)),
+            unstarted: Arc::default(),
             message: request
                 .files
                 .iter()
@@ -118,13 +127,12 @@ impl Container {
         }
     }
 
-    /// Returns whether `request` is the one that created it.
+    /// Returns whether `request` is the one that created the container.
     pub fn is_for(&self, request: &Create) -> bool {
         self.fingerprint == fingerprint(request)
     }
 
-    /// Creates the container in the process namespace `pids`, or in its own without one; undoes everything on
-    /// failure.
+    /// Creates the container in the process namespace `pids`, or without one in its own; undoes everything on failure.
     pub async fn create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
         let created = self.try_create(request, pids).await;
         match created {
@@ -136,7 +144,7 @@ impl Container {
         }
     }
 
-    /// Returns how long its creation took: until its disks were found, and from then on.
+    /// Returns how long the creation took: until the disks were found, and from then on.
     pub fn took(&self) -> (Duration, Duration) {
         self.took.get().copied().unwrap_or_default()
     }
@@ -146,7 +154,7 @@ impl Container {
         self.created.send_replace(Some(created));
     }
 
-    /// Waits until it is created; returns its init's guest pid.
+    /// Waits until the container is created; returns its init's guest PID.
     pub async fn wait_created(&self) -> Result<i32, Failure> {
         let mut created = self.created.subscribe();
         let created = created
@@ -205,13 +213,23 @@ impl Container {
 
     fn watch(&self, process: &Arc<Process>, pid: i32, since: crate::reaper::Since) {
         let (oom, id) = (Arc::clone(&self.shared.oom), self.id.clone());
-        // Processes left by the init end with it: the kernel does this only where the init is PID 1.
-        let survivors = (self.sees_others && Arc::ptr_eq(process, &self.init)).then(|| Cgroup::of(&self.id));
-        process.watch(self.shared.reaper.claim(pid, since), move || {
+        let is_init = Arc::ptr_eq(process, &self.init);
+        let unstarted = is_init.then(|| Arc::clone(&self.unstarted));
+        // Processes that the init leaves must end with it: the kernel ensures this only where the init is PID 1.
+        let survivors = (self.sees_others && is_init).then(|| Cgroup::of(&self.id));
+        process.watch(self.shared.reaper.claim(pid, since), move |death| {
             if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
                 log::print(&format!("cannot kill the remaining processes of container {id}: {error}"));
             }
-            oom.look(&id)
+            let is_killed = death.code == KILLED;
+            if !is_killed {
+                oom.look(&id);
+            }
+            Exit {
+                code: unstarted.as_ref().and_then(|code| code.get().copied()).unwrap_or(death.code),
+                at_ns: death.at_ns,
+                oom_killed: is_killed && oom.explains(&id),
+            }
         });
     }
 
@@ -243,7 +261,7 @@ impl Container {
         }
     }
 
-    /// Returns the guest pid of its init while it runs.
+    /// Returns the guest PID of the init while it runs.
     pub fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
             State::Running { pid } => Ok(pid),
@@ -254,7 +272,7 @@ impl Container {
         }
     }
 
-    /// Returns its init, or one of its execs.
+    /// Returns the init, or one of the execs.
     pub fn process(&self, exec: Option<&ExecId>) -> Result<Arc<Process>, Failure> {
         match exec {
             None => Ok(Arc::clone(&self.init)),
@@ -262,35 +280,68 @@ impl Container {
         }
     }
 
-    /// Returns the end of its termination message, empty if it left none.
+    /// Returns the end of the termination message, empty if the container left none.
     pub fn message(&self) -> Vec<u8> {
         self.message.as_deref().and_then(|path| tail(path, MAX_MESSAGE).ok()).unwrap_or_default()
     }
 
-    /// Returns all its processes that the host knows; execs with their identifiers.
+    /// Returns all processes of the container that the host knows; execs with their identifiers.
     pub fn processes(&self) -> Vec<(Option<ExecId>, Arc<Process>)> {
         let mut all = vec![(None, Arc::clone(&self.init))];
         all.extend(lock(&self.execs).iter().map(|(id, exec)| (Some(id.clone()), Arc::clone(&exec.process))));
         all
     }
 
-    /// Returns whether its processes are frozen.
+    /// Returns whether the container's processes are frozen.
     pub fn is_paused(&self) -> bool {
         self.cgroup.is_frozen()
     }
 
-    /// Sends `signal` to every process in it, including those the host does not know.
+    /// Sends `signal` to the init, or to an exec.
+    pub fn signal(&self, exec: Option<&ExecId>, signal: i32) -> Result<(), Failure> {
+        match exec {
+            None => self.signal_init(signal),
+            Some(id) => self.exec(id)?.process.signal(&self.shared.reaper, signal),
+        }
+    }
+
+    /// Signals the init. One that waits for its start runs this program, and PID 1 of its namespace ignores signals
+    /// that it does not handle. Users expect the behaviour of runc's init, which is the Go runtime's: four signals end
+    /// it.
+    fn signal_init(&self, signal: i32) -> Result<(), Failure> {
+        let waits = matches!(self.init.state(), State::Created { pid: Some(_) });
+        let signal = match signal {
+            libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT if waits => {
+                let code = if self.sees_others && signal != libc::SIGQUIT {
+                    128 + signal.unsigned_abs()
+                } else {
+                    ENDED_AS_PID_1
+                };
+                let _ = self.unstarted.set(code);
+                libc::SIGKILL
+            }
+            libc::SIGKILL | libc::SIGSTOP | libc::SIGCONT => signal,
+            _ if waits => return Ok(()),
+            _ => signal,
+        };
+        self.init.signal(&self.shared.reaper, signal)
+    }
+
+    /// Sends `signal` to every process in the container, including those that the host does not know.
     pub fn signal_all(&self, signal: i32) -> Result<(), Failure> {
         if !self.cgroup.is_populated() {
             return Err(Failure::not_found(format!("container {} has no process left", self.id)));
         }
         let failed = || internal(format!("cannot signal container {}", self.id));
+        if signal != libc::SIGKILL && matches!(self.init.state(), State::Created { .. }) {
+            return self.signal_init(signal);
+        }
         if signal == libc::SIGKILL {
             return self.cgroup.kill().map_err(failed());
         }
         for pid in self.cgroup.pids().map_err(failed())? {
             match i32::try_from(pid).map(|pid| kill(pid, signal)) {
-                // It exited after the list was read.
+                // The process exited after the list was read.
                 Ok(Ok(()) | Err(nix::errno::Errno::ESRCH)) | Err(_) => {}
                 Ok(Err(error)) => return Err(internal(format!("cannot signal process {pid}"))(error)),
             }
@@ -298,7 +349,7 @@ impl Container {
         Ok(())
     }
 
-    /// Freezes or thaws all its processes.
+    /// Freezes or thaws all processes of the container.
     pub async fn freeze(&self, frozen: bool) -> Result<(), Failure> {
         self.running_pid()?;
         let verb = if frozen { "pause" } else { "resume" };
@@ -312,14 +363,14 @@ impl Container {
         }
     }
 
-    /// Changes its resource limits.
+    /// Changes the container's resource limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
         self.wait_created().await?;
         let done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 
-    /// Returns the guest pids of all its processes.
+    /// Returns the guest PIDs of all the container's processes.
     pub fn pids(&self) -> Result<Vec<u32>, Failure> {
         match self.cgroup.pids() {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -329,12 +380,12 @@ impl Container {
         }
     }
 
-    /// Reads its resource usage.
+    /// Reads the container's resource usage.
     pub fn stats(&self) -> Stats {
         stats::of_container(&self.cgroup, &Dir::of(&self.id).writable())
     }
 
-    /// Removes it, unless its init is running.
+    /// Removes the container, unless its init is running.
     pub async fn remove(&self) -> Result<(), Failure> {
         // A container that could not be created has removed itself.
         if self.wait_created().await.is_err() {
@@ -350,7 +401,7 @@ impl Container {
         self.discard().await
     }
 
-    /// Kills the remaining processes and removes all its state.
+    /// Kills the container's remaining processes and removes all its state.
     async fn discard(&self) -> Result<(), Failure> {
         self.cgroup.kill().map_err(internal(format!("cannot kill container {}", self.id)))?;
         if !self.cgroup.wait_empty(PROMPT).await {

@@ -13,40 +13,40 @@ use crate::{
 /// A request to create a container.
 #[derive(Debug, Hash)]
 pub struct Create {
-    /// Chosen by containerd.
+    /// The container's identifier, chosen by containerd.
     pub id: ContainerId,
-    /// OCI spec, JSON.
+    /// The OCI spec, JSON.
     pub spec: Vec<u8>,
-    /// The disks of its root file system.
+    /// The disks of the root file system.
     pub rootfs: Plan,
-    /// The streams of its init.
+    /// The streams of the init.
     pub stdio: Wanted,
     /// Files to place in the container.
     pub files: Vec<File>,
-    /// Processes that it sees beside its own.
+    /// The processes that the container sees beside its own.
     pub sees: PidMode,
-    /// Disks that it gets as device nodes.
+    /// The disks that the container gets as device nodes.
     pub devices: Vec<SeenDevice>,
 }
 
-/// Which processes a container sees beside its own.
+/// The processes that a container sees beside its own.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum PidMode {
-    /// None.
+    /// No other processes.
     Own,
-    /// Those of every container of the pod with this mode.
+    /// The processes of every container of the pod with this mode.
     Pod,
-    /// Those of this container.
+    /// The processes of this container.
     Container(ContainerId),
 }
 
 /// A request to create an exec.
 #[derive(Debug, Hash)]
 pub struct CreateExec {
-    /// Chosen by containerd.
+    /// The exec's identifier, chosen by containerd.
     pub id: ExecId,
-    /// OCI process, JSON.
+    /// The OCI process, JSON.
     pub process: Vec<u8>,
-    /// Its streams.
+    /// The exec's streams.
     pub stdio: Wanted,
 }

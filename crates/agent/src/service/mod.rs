@@ -1,5 +1,5 @@
-//! The agent's ttrpc service: converts requests of the wire into typed calls, and results into responses and
-//! status codes.
+//! The agent's ttrpc service: converts requests of the wire into typed calls, and results into responses and status
+//! codes.
 
 mod rpc;
 
@@ -20,7 +20,6 @@ use crate::{
     io::{CAPACITY, Output},
     messages::{self, container_id, exec_id},
     process::Process,
-    reaper::Reaper,
     shares::Shares,
     sync::{detached, lock},
     volume::Volumes,
@@ -34,21 +33,18 @@ pub struct Service {
     pub volumes: Arc<Volumes>,
     /// The queue of events.
     pub events: Arc<Events>,
-    /// Knows which processes are alive.
-    pub reaper: Arc<Reaper>,
     /// The key that the host's next session must present.
     pub link_key: watch::Sender<LinkKey>,
     /// The host's connections to ports of the pod.
     pub connections: Connections,
     /// The host's file shares that are mounted in the guest.
     pub shares: Arc<Shares>,
-    /// Request identifiers of the signals that were delivered last.
-    // Held while a signal is delivered, so that one request is not delivered twice. Never held across an
-    // await.
+    /// The request identifiers of the signals that were delivered last. The lock is held while a signal is delivered,
+    /// so that one request is not delivered twice, and never across an await.
     pub delivered: Mutex<VecDeque<String>>,
 }
 
-/// Most deliveries remembered, and the longest identifier of a request.
+/// The most deliveries remembered, and the longest identifier of a request, bytes.
 const MAX_DELIVERED: usize = 256;
 const MAX_REQUEST_ID_LEN: usize = 128;
 
@@ -86,7 +82,10 @@ impl Service {
         }
         match request.all {
             true => self.container(&request.container_id)?.signal_all(signal)?,
-            false => self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)?,
+            false => {
+                let exec = exec_id(&request.exec_id)?;
+                self.container(&request.container_id)?.signal(exec.as_ref(), signal)?;
+            }
         }
         if !request.request.is_empty() {
             delivered.push_back(request.request.clone());

@@ -53,6 +53,7 @@ impl Agent for Service {
             entropy: request.entropy,
             shm_bytes: request.shm_bytes,
             sysctls: request.sysctls,
+            host_sysctls: request.host_sysctls,
             interfaces: request.interfaces,
             limits: request.limits.as_ref().map(Limits::of_pod).unwrap_or_default(),
         };
@@ -387,7 +388,7 @@ impl Agent for Service {
         _: wire::PowerOffRequest,
     ) -> Response<wire::PowerOffResponse> {
         let shares = Arc::clone(&self.shares);
-        // Returns only on failure.
+        // The call returns only on failure.
         Err(refuse(
             detached::<()>(async move { Err(pod::power_off(&shares).await) })
                 .await

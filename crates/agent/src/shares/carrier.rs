@@ -1,7 +1,7 @@
-//! The carrier: a process that forwards requests from the kernel to the host, and responses back. Each of its
-//! threads handles one request at a time.
+//! The carrier: a process that forwards requests from the kernel to the host, and responses back. Each of its threads
+//! handles one request at a time.
 //!
-//! Each thread runs a blocking loop: reads a request, writes it to the host, reads the response, writes it to
+//! Each thread runs a blocking loop: it reads a request, writes it to the host, reads the response, and writes that to
 //! the kernel.
 
 use std::{
@@ -33,9 +33,9 @@ use sandboxer_protocol::share::{
 
 use crate::worker::close_all_but;
 
-/// Stack of a thread, bytes.
+/// The size of a thread's stack, bytes.
 const STACK: usize = 128 << 10;
-/// The kernel reads and writes a disk in whole pages.
+/// The size of a page, bytes: the kernel reads and writes a disk in whole pages.
 const PAGE: usize = 4096;
 /// The host's vsock CID.
 const HOST: u32 = 2;
@@ -79,7 +79,7 @@ pub fn start(device: File, transport: Transport) -> io::Result<Pid> {
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
-            // When the guest is out of memory, containers are killed, not the process that they depend on.
+            // When the guest is out of memory, the kernel must kill containers, not the process that they depend on.
             fs::write(format!("/proc/{child}/oom_score_adj"), "-1000")?;
             Ok(child)
         }
@@ -116,7 +116,7 @@ fn carry(device: File, transport: Transport) {
     for mut slot in slots {
         let device = Arc::clone(&device);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || slot.carry(&device));
-        // With fewer threads shares are slower; without any, requests end as if the host had closed.
+        // With fewer threads, shares are slower; without any, requests fail as if the host had closed the connection.
         threads.extend(thread);
     }
     for thread in threads {
@@ -124,7 +124,7 @@ fn carry(device: File, transport: Transport) {
     }
 }
 
-/// A slot: carries one request at a time.
+/// A slot, which carries one request at a time.
 enum Slot {
     Disk { disk: Arc<File>, at: u64 },
     Stream(File),
@@ -158,7 +158,7 @@ impl Slot {
                 }
             };
             if !answer.is_empty() {
-                // The process that waits for the response may have been killed meanwhile.
+                // The process that waits for the response may have been killed in the meantime.
                 let _ = nix::unistd::write(device, answer);
             }
         }

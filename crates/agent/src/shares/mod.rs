@@ -1,15 +1,13 @@
-//! The guest's end of live shares: mounts them, and runs the process that forwards the kernel's requests to
-//! the host.
+//! The guest's end of live shares: mounts them, and runs the process that forwards the kernel's requests to the host.
 //!
 //! ```text
 //!  kernel ─/dev/fuse─▶ carrier, a thread for each slot ─▶ disk or stream ─▶ host
 //!    └─◀───────────────────────┘
 //! ```
 //!
-//! The carrier is a process beside the agent ([`carrier`]): a request takes as long as a file server of the
-//! host does, and nothing else in the guest may wait for it. For the same reason the agent must not access a
-//! path below [`GUEST_DIR`], or a pipe into which a container may copy from there (see
-//! [`crate::pipe_helper`]).
+//! The carrier is a separate process ([`carrier`]): a request takes as long as a file server of the host does, and
+//! nothing else in the guest may wait for it. For the same reason the agent must not access a path below [`GUEST_DIR`],
+//! or a pipe into which a container may copy from there (see [`crate::pipe_helper`]).
 
 mod carrier;
 
@@ -34,25 +32,25 @@ use crate::{
     pipe_helper,
 };
 
-/// Read-ahead of the guest's kernel for sequential reads, KiB: several messages, so that one is on its way
-/// while another one is processed.
+/// The read-ahead of the guest's kernel for sequential reads, KiB: several messages, so that one is in transit while
+/// another is processed.
 const READ_AHEAD_KIB: &str = "4096";
 
 /// The shares of this guest.
 #[derive(Default)]
 pub struct Shares {
-    /// Pid of the carrier, once they are mounted. Held during the mount.
+    /// The PID of the carrier, once the shares are mounted. The lock is held during the mount.
     carrier: Mutex<Option<Pid>>,
 }
 
 impl Shares {
-    /// Returns whether they are mounted.
+    /// Returns whether the shares are mounted.
     pub async fn are_mounted(&self) -> bool {
         self.carrier.lock().await.is_some()
     }
 
-    /// Mounts them, once. Requests use the disk with this serial or, if it is empty, streams that begin with
-    /// `key`.
+    /// Mounts the shares, once. Requests use the disk with this serial or, if the serial is empty, streams that begin
+    /// with `key`.
     pub async fn mount(&self, serial: &str, key: Vec<u8>) -> Result<(), Failure> {
         let mut carrier = self.carrier.lock().await;
         if carrier.is_some() {
@@ -94,12 +92,12 @@ impl Shares {
         Ok(())
     }
 
-    /// Fails all current and future requests. To be called before the power-off: otherwise syncing the disks
-    /// would wait for responses that may never come.
+    /// Fails all current and future requests. Must be called before the power-off: otherwise syncing the disks would
+    /// wait for responses that may never come.
     pub async fn end(&self) {
         if let Some(carrier) = self.carrier.lock().await.take() {
             abandon();
-            // It may be blocked on the host, so its exit is not awaited.
+            // The carrier may be blocked on the host, so its exit is not awaited.
             let _ = kill(carrier, Signal::SIGKILL);
         }
     }

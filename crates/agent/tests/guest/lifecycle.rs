@@ -108,6 +108,22 @@ async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
         "{words}"
     );
     delete(&agent, "b").await.unwrap();
+
+    // As with runc, whose init is a program in Go: it ends by four signals, and ignores all others.
+    let cases = [(libc::SIGTERM, false, 2), (libc::SIGINT, true, 2), (libc::SIGQUIT, false, 2)];
+    for (signal, all, code) in cases {
+        patiently(agent.create_container(ctx(), &container("c", &spec(shell("exit"))))).await.unwrap();
+        let waiting = init(&agent, "c");
+        for ignored in [libc::SIGUSR1, libc::SIGWINCH, libc::SIGRTMIN()] {
+            waiting.signal(ignored, all).await.unwrap();
+        }
+        assert_eq!(list().await, [("c".to_owned(), ProcessState::CREATED)]);
+        waiting.signal(signal, all).await.unwrap();
+        assert_eq!(waiting.wait().await.code, code);
+        let (_, words) = refusal(waiting.start().await);
+        assert!(words.contains("exited before it was started"), "{words}");
+        delete(&agent, "c").await.unwrap();
+    }
 }
 
 #[tokio::test]

@@ -1,8 +1,8 @@
 //! Restrictions and resource limits of a container.
 
 use sandboxer_protocol::agent::{
-    NextEventsRequest, PauseContainerRequest, PodLimits, ResumeContainerRequest, StatsRequest, StatsResponse,
-    UpdateContainerRequest, UpdatePodRequest, event::Kind,
+    CreateExecRequest, NextEventsRequest, PauseContainerRequest, PodLimits, ResumeContainerRequest,
+    StatsRequest, StatsResponse, UpdateContainerRequest, UpdatePodRequest, event::Kind,
 };
 use serde_json::{Value, json};
 
@@ -103,6 +103,27 @@ async fn the_oom_killer_is_reported_as_event_and_exit() {
     assert_eq!((exit.code, exit.oom_killed), (137, true));
     assert_eq!(stats(&agent, "hungry").await.oom_kills, 1);
     end(&agent, "hungry").await;
+
+    // One exec of a container is killed; the end of no other process is explained by that.
+    let web = with(spec(shell("sleep 1000")), "/linux/resources", resources);
+    run(&agent, &container("web", &web)).await;
+    let ended = async |id: &str, script: &str, signal: Option<i32>| {
+        let exec = exec(&agent, "web", id, &shell(script), streams()).await;
+        exec.start().await.unwrap();
+        if let Some(signal) = signal {
+            exec.signal(signal, false).await.unwrap();
+        }
+        let exit = exec.wait().await;
+        (exit.code, exit.oom_killed)
+    };
+    assert_eq!(ended("before", "exit 3", None).await, (3, false));
+    assert_eq!(ended("killed", "exec tail -c 100000000 /dev/zero", None).await, (137, true));
+    assert_eq!(ended("after", "exit 0", None).await, (0, false));
+    assert_eq!(ended("stopped", "sleep 1000", Some(libc::SIGKILL)).await, (137, false));
+    let after = NextEventsRequest { after: 1, ..Default::default() };
+    let events = patiently(agent.next_events(ctx(), &after)).await.unwrap().events;
+    assert!(events.iter().all(|event| event.sequence == 2), "one kill, one event: {events:?}");
+    end(&agent, "web").await;
 }
 
 #[tokio::test]
@@ -129,6 +150,15 @@ async fn limits_change_processes_stand_still_and_all_are_signalled() {
     patiently(agent.pause_container(ctx(), &pause)).await.unwrap();
     let (first, second) = (stats(&agent, "web").await.cpu_usage_us, stats(&agent, "web").await.cpu_usage_us);
     assert_eq!(first, second, "a paused container uses no CPU");
+    // An exec would wait in the frozen group, and keep others from theirs.
+    let request = CreateExecRequest {
+        container_id: "web".into(),
+        exec_id: "late".into(),
+        process_json: shell("exit").to_string().into_bytes(),
+        ..Default::default()
+    };
+    let (code, words) = refusal(patiently(agent.create_exec(ctx(), &request)).await);
+    assert!(code == ttrpc::Code::FAILED_PRECONDITION && words.contains("is paused"), "{words}");
     let resume = ResumeContainerRequest { container_id: "web".into(), ..Default::default() };
     patiently(agent.resume_container(ctx(), &resume)).await.unwrap();
 

@@ -16,7 +16,7 @@ use sandboxer_protocol::{
     agent::{AgentClient, CreateContainerRequest, MountSharesRequest},
     share::{DISK_SERIAL, GUEST_DIR},
 };
-use sandboxer_share::attach::{Access, Source, attach};
+use sandboxer_share::attach::{Access, Source, put, take};
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::time::timeout;
@@ -34,7 +34,9 @@ struct Server {
 
 impl Server {
     fn start() -> Self {
-        let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/release/sandboxer-share");
+        let profile = std::env::var("SANDBOXER_PROFILE").unwrap_or("release".to_owned());
+        let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
+        let program = target.join(profile).join("sandboxer-share");
         assert!(program.exists(), "{} is missing: run `make build`", program.display());
         let dir = tempfile::tempdir().unwrap();
         for name in ["run", "host"] {
@@ -54,7 +56,8 @@ impl Server {
         let server = Self { dir, pidfd };
         let host = server.host();
         let source = Source { path: &host, access: Access::ReadWrite, follows_mounts: false };
-        attach(server.pidfd.as_fd(), "0", source).unwrap();
+        let found = fs::File::open(&host).unwrap();
+        put(server.pidfd.as_fd(), "0", &take(found.as_fd(), source).unwrap()).unwrap();
         server
     }
 

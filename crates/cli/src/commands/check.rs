@@ -108,7 +108,7 @@ fn counted(count: usize, noun: &str) -> String {
     }
 }
 
-/// Returns the fixes as a shell script: text is a comment.
+/// Returns the fixes as a shell script, with text as comments.
 fn hint(check: &Check) -> String {
     let Some(fix) = &check.fix else { return String::new() };
     let mut text = format!("\n\n# {} ({}): {}.", check.name, check.verdict, check.why);

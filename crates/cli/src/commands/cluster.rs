@@ -1,4 +1,4 @@
-//! `sandboxer-cli startup --kubeconfig`: start-up times as a cluster's timestamps have them.
+//! `sandboxer-cli startup --kubeconfig`: start-up times by a cluster's own timestamps.
 
 use std::path::{Path, PathBuf};
 
@@ -14,23 +14,23 @@ use super::startup::bar;
 use super::{interrupt, tables};
 use crate::{Global, render};
 
-/// Pods of each RuntimeClass without --serial: enough for a mean of stamps of whole seconds.
+/// Number of pods of each RuntimeClass without --serial: enough for a mean of timestamps of whole seconds.
 const COUNT: u32 = 30;
-/// The result's file.
+/// Name of the result's file.
 const FILE: &str = "kubernetes.json";
 
-/// Which cluster, and which of its RuntimeClasses.
+/// The cluster, and the RuntimeClasses to measure.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "A cluster")]
 pub struct Cluster {
-    /// Measure in the cluster of this kubeconfig, from a pod's creation until it is Ready, by the cluster's timestamps; their
-    /// resolution is 1 s
+    /// Measure in the cluster of this kubeconfig, from a pod's creation until it is Ready, by the cluster's timestamps;
+    /// their resolution is 1 s
     #[arg(long, value_name = "FILE", conflicts_with_all = ["runtimes", "parallel", "rounds", "pause", "bare_boot", "vm_image"])]
     pub kubeconfig: Option<PathBuf>,
     /// Context of the kubeconfig [default: its current one]
     #[arg(long, requires = "kubeconfig")]
     context: Option<String>,
-    /// Namespace of the pods [default: that of the context]
+    /// Namespace of the pods [default: the context's]
     #[arg(long, requires = "kubeconfig")]
     namespace: Option<String>,
     /// RuntimeClass, "" for none; repeat to compare several: they alternate
@@ -43,11 +43,11 @@ pub struct Cluster {
 
 /// The pods to start.
 pub struct Pods {
-    /// Counted pods of each class, if the user says so.
+    /// Number of counted pods of each class, if the user sets it.
     pub count: Option<u32>,
-    /// Pods of each that are not counted.
+    /// Number of warm-up pods of each class, which are not counted.
     pub warm_up: u32,
-    /// Image, command and timeout.
+    /// Image, command and timeout of the pods.
     pub recipe: Recipe,
 }
 
@@ -97,7 +97,7 @@ pub async fn run(
     }
 }
 
-/// Creates the directory of a result; rejects one that has a result.
+/// Creates the directory of a result; rejects one that already contains a result.
 fn prepare(dir: &Path) -> Result<PathBuf> {
     let file = dir.join(FILE);
     if file.exists() {
@@ -129,7 +129,7 @@ fn table(report: &Report) -> String {
     text
 }
 
-/// Returns conditions and events in the order of their means.
+/// Returns conditions and events in the order of their mean times.
 fn steps(class: &Class) -> String {
     let mut steps: Vec<(&String, &f64)> =
         class.conditions_mean_s.iter().chain(&class.events_mean_s).collect();

@@ -1,4 +1,4 @@
-//! `sandboxer-cli compare`: two results side by side.
+//! `sandboxer-cli compare`: compares two results.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ pub struct Args {
     b: PathBuf,
 }
 
-/// Prints the comparison. Returns an error if the two have nothing in common.
+/// Prints the comparison. Returns an error if the results have nothing in common.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     match [&args.a, &args.b].map(|path| workload::store::is_one(path)) {
         [false, false] => {}
@@ -67,7 +67,7 @@ fn workloads_of(args: &Args, global: &Global) -> Result<()> {
     Ok(render::print(&text)?)
 }
 
-/// Returns the names of the results, and what makes them different.
+/// Returns the names of the results, and their differences.
 fn heading([a, b]: &[String; 2], not_comparable: &[Difference], others: &[Difference]) -> String {
     let mut text = format!("{b} over {a}\n");
     if !not_comparable.is_empty() {
@@ -87,11 +87,9 @@ fn text(comparison: &Comparison) -> String {
     if !comparison.startup.is_empty() {
         let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
         for row in &comparison.startup {
-            let ratio =
-                row.ratio.map_or_else(|| "not measured: one side has no times".into(), |r| r.to_string());
             let [of_a, of_b] =
                 row.p50_ms.map(|time| format!("{} {}", tables::ms(time), comparison.clock.ms()));
-            rows.add_row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, ratio]);
+            rows.add_row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, row.shown()]);
         }
         text += &format!("\n{rows}\n");
     }

@@ -15,7 +15,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Shell
+    /// Shell to write the script for
     #[arg(value_parser = ["bash", "zsh", "fish"])]
     shell: String,
 }

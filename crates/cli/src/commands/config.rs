@@ -4,7 +4,7 @@ use clap::Subcommand;
 
 use crate::render;
 
-/// The file that packages install.
+/// The configuration file that packages install.
 const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
 
 const EXAMPLES: &str = "\

@@ -17,10 +17,10 @@ With --json each event is one line.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Required: the daemon stores no past events
+    /// Follow the stream; required, because the daemon stores no past events
     #[arg(short, long, required = true)]
     follow: bool,
-    /// Only events of pods with this id prefix
+    /// Print only events of pods with this id prefix
     #[arg(short, long, value_name = "ID", default_value = "", hide_default_value = true)]
     pod: String,
 }

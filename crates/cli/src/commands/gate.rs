@@ -1,4 +1,4 @@
-//! `sandboxer-cli gate`: compares starts with those that were recorded last.
+//! `sandboxer-cli gate`: compares starts with the last recorded ones.
 
 use std::path::PathBuf;
 
@@ -36,7 +36,7 @@ pub struct Args {
     commit: String,
 }
 
-/// Compares or records. Returns an error if a figure grew by more than allowed, and if nothing could be compared.
+/// Compares or records. Returns an error if a figure grew by more than allowed, or if nothing could be compared.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded = store::load(&args.result)?;
     let now = gate::recording(&loaded.report, &args.commit)?;

@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 
-use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Jail, Pod, StageTime, Traffic};
+use sandboxer_protocol::admin::{
+    Container, InspectPodRequest, Interface, Jail, Limit, Pod, StageTime, Traffic,
+};
 
 use super::{PodId, place};
 use crate::{Global, client, client::ClientError, render};
@@ -69,6 +71,23 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
             line("", &format!("offloads {}", offloads.join(", ")))?;
         }
     }
+    for (n, sysctl) in pod.sysctls.iter().enumerate() {
+        let of = if sysctl.of_node { " (the node's)" } else { "" };
+        line(
+            if n == 0 { "Sysctls" } else { "" },
+            &format!("{} = {}{of}", sysctl.name, sysctl.value.replace('\t', " ")),
+        )?;
+    }
+    for (n, limit) in pod.container_limits.iter().enumerate() {
+        let Limit { name, soft, hard } = limit;
+        line(
+            if n == 0 { "Limits" } else { "" },
+            &format!("{name} {}, at most {}", bound(*soft), bound(*hard)),
+        )?;
+    }
+    if pod.max_processes > 0 {
+        line("Processes", &format!("at most {}", pod.max_processes))?;
+    }
     line("Console", &pod.console_log)?;
     for (whose, jail) in [("the VMM", &pod.jail), ("the share server", &pod.shares_jail)] {
         if let Some(jail) = jail {
@@ -84,13 +103,17 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     Ok(out.trim_end().to_owned())
 }
 
-/// Returns the size of a pod's VM, and that of its start if it was another one.
+fn bound(limit: u64) -> String {
+    if limit == u64::MAX { "unlimited".to_owned() } else { limit.to_string() }
+}
+
+/// Returns the size of a pod's VM, and its size at the start if that was different.
 fn size(pod: &Pod) -> String {
     let of = |vcpus: u32, memory_mib: u64| format!("{vcpus} vCPU, {}", render::mib(memory_mib));
     let now = of(pod.vcpus, pod.memory_mib);
     match (pod.boot_vcpus, pod.boot_memory_mib) {
         (vcpus, memory_mib) if (vcpus, memory_mib) == (pod.vcpus, pod.memory_mib) => now,
-        // An earlier daemon does not say it.
+        // An earlier daemon does not report it.
         (0, _) => now,
         (vcpus, memory_mib) => format!("{now} ({} at its start)", of(vcpus, memory_mib)),
     }
@@ -130,7 +153,6 @@ fn confinement(jail: &Jail) -> String {
         ["  Mounts".into(), format!("{}, {} of them writable", jail.mounts, jail.writable_mounts)],
         ["  Control group".into(), render::plain(&jail.cgroup)],
     ];
-    let bound = |limit: u64| if limit == u64::MAX { "unlimited".to_owned() } else { limit.to_string() };
     for limit in &jail.limits {
         rows.push([format!("  {}", render::plain(&limit.name)), bound(limit.soft)]);
     }

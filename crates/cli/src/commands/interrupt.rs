@@ -1,4 +1,4 @@
-//! Ctrl-C ends a measurement, not the program: pods are removed and results are written.
+//! Handles Ctrl-C: it ends a measurement, not the program, so that pods are removed and results are written.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;

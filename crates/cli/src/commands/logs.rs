@@ -1,4 +1,4 @@
-//! `logs`: output of a guest's console.
+//! `logs`: the output of a guest's console.
 
 use std::io::{self, IsTerminal, Write};
 

@@ -1,4 +1,4 @@
-//! `man`: man pages of this program, each of its commands, and the daemon.
+//! `man`: man pages of this program, of each of its commands, and of the daemon.
 
 use std::{fs, io, path::Path, path::PathBuf};
 
@@ -20,7 +20,7 @@ Examples:
   sandboxer-cli man ~/.local/share/man
   man sandboxer-cli-check";
 
-/// Where each page says that it belongs.
+/// Manual to which each page belongs, as its footer names it.
 const MANUAL: &str = concat!("sandboxer ", env!("CARGO_PKG_VERSION"));
 
 /// Write the man pages of all commands and of the daemon
@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     write(daemon::Options::command(), "8", &daemons)
 }
 
-/// Writes the page of a command and those of its subcommands.
+/// Writes the pages of a command and its subcommands.
 fn write_all(command: &Command, dir: &Path) -> anyhow::Result<()> {
     write(command.clone(), "1", dir)?;
     command.get_subcommands().try_for_each(|part| write_all(part, dir))
@@ -76,7 +76,7 @@ fn render(command: Command, section: &str, page: &mut Vec<u8>) -> io::Result<()>
     Ok(())
 }
 
-/// Returns a section for what a help says after the options. Its lines stay as they are: most are examples.
+/// Returns a section with the help's text after the options. Its lines are kept as they are: most are examples.
 fn paragraph_of_help(text: &str) -> Roff {
     let mut roff = Roff::default();
     let (heading, body) = match text.split_once(':') {

@@ -1,10 +1,12 @@
-//! `sandboxer-cli mem-report`: memory that pods use.
+//! `sandboxer-cli mem-report`: the memory of pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use sandboxer_probe::{
+    idle::Windows,
     ledger,
     memory::{FULL_REPEAT, Sweep},
     native::NATIVE,
@@ -28,11 +30,11 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler; with --sweep also "native" for the command as a process of this host, or "vm" for conventional VMs; repeat
-    /// to compare several
+    /// Runtime handler; with --sweep also "native" for the command as a process of this host, or "vm" for conventional
+    /// VMs; repeat to compare several
     #[arg(long = "runtime")]
     runtimes: Vec<String>,
-    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    /// Disk of the VMs of the runtime "vm", in a directory with its kernel and initrd: `make bench-vm` makes one
     #[arg(long, value_name = "FILE", requires = "sweep")]
     vm_image: Option<PathBuf>,
     /// Start pods up to each of these counts and measure there: e.g. 1,5,10,20,30,50
@@ -41,7 +43,12 @@ pub struct Args {
     /// Repetitions of the sweep
     #[arg(long, default_value_t = FULL_REPEAT)]
     repeat: u32,
-    /// Print a Kubernetes RuntimeClass with the measured overhead; with --sweep also of a pod that uses all of its memory limit
+    /// Seconds of each of three or more windows in which the CPU time of the idle pods is measured, at the largest
+    /// count; 0: not measured
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=3600))]
+    idle: u64,
+    /// Print a Kubernetes RuntimeClass with the measured overhead; with --sweep also of a pod that uses all of its
+    /// memory limit
     #[arg(long)]
     runtimeclass: bool,
     /// Memory limit of that pod, MiB
@@ -78,6 +85,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         repeat: args.repeat,
         recipe: args.target.recipe(),
         vm: vm::of(args.vm_image.as_ref(), None),
+        idle: Windows { length: Duration::from_secs(args.idle), ..Windows::default() },
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
@@ -90,7 +98,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     let (report, _) = bench.memory(&sweep, store.as_mut(), &cancel, &mut progress).await?;
     bar.finish_and_clear();
     if args.runtimeclass && report.partial_reason.is_some() {
-        // What an overhead is made of must be whole.
+        // Only a whole sweep gives a valid overhead.
         eprintln!("no RuntimeClass is printed, because the sweep did not end");
     } else if args.runtimeclass {
         eprintln!("measuring a pod that uses all of its {} MiB", args.busy_mib);

@@ -1,4 +1,4 @@
-//! One file per command. To add one: a file with `Args` and `run`, a `mod` and a variant here.
+//! One file per command. To add one: a file with `Args` and `run`, and a `mod` and a variant here.
 
 mod check;
 mod cluster;
@@ -8,6 +8,7 @@ mod config;
 mod demo;
 mod events;
 mod gate;
+mod idle;
 mod inspect;
 mod interrupt;
 mod logs;
@@ -52,6 +53,7 @@ pub enum Command {
     Template(template::Args),
     Quarantine(quarantine::Args),
     Reload(reload::Args),
+    Idle(idle::Args),
     Startup(startup::Args),
     Streams(streams::Args),
     Workload(workload::Args),
@@ -83,6 +85,7 @@ impl Command {
             Command::Template(args) => template::run(args, global).await,
             Command::Quarantine(args) => quarantine::run(args, global).await,
             Command::Reload(args) => reload::run(args, global).await,
+            Command::Idle(args) => idle::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::Streams(args) => streams::run(args, global).await,
             Command::Workload(args) => workload::run(args, global).await,
@@ -103,7 +106,7 @@ impl Command {
     /// Returns the exit code for an error of the command itself.
     pub fn exit_code_of_errors(&self) -> ExitCode {
         match self {
-            // 1 means warnings there.
+            // Exit code 1 means warnings for this command.
             Command::Check(_) => ExitCode::from(2),
             _ => ExitCode::FAILURE,
         }
@@ -115,6 +118,7 @@ impl Command {
             self,
             Command::Demo(_)
                 | Command::Logs(_)
+                | Command::Idle(_)
                 | Command::Config(_)
                 | Command::Completion(_)
                 | Command::Man(_)
@@ -122,7 +126,7 @@ impl Command {
     }
 }
 
-/// Selects a pod.
+/// Argument that selects a pod.
 #[derive(Debug, clap::Args)]
 pub struct PodId {
     /// Pod id, or a unique prefix of it

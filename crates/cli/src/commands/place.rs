@@ -1,4 +1,4 @@
-//! `place`: where pods run, and where their memory is.
+//! `place`: the NUMA nodes on which pods run and on which their memory is.
 
 use anyhow::{Context, bail};
 use sandboxer_protocol::admin::{
@@ -93,7 +93,7 @@ fn row(place: &Place) -> Vec<String> {
     ]
 }
 
-/// Returns one line for a pod, for `inspect`.
+/// Returns one line on a pod's placement, for `inspect`.
 pub fn line(place: &Place) -> String {
     let cpus = if place.cpus.is_empty() { "all CPUs".to_owned() } else { format!("CPUs {}", place.cpus) };
     let mems =
@@ -132,7 +132,7 @@ fn by_node(memory: &[NodeMemory]) -> String {
     memory.iter().map(told).collect::<Vec<_>>().join(", ")
 }
 
-/// Returns which part of a pod's memory is on its node, percent.
+/// Returns the part of a pod's memory that is on its node, percent.
 #[expect(clippy::cast_precision_loss, reason = "a share for people")]
 fn local(place: &Place) -> Option<f64> {
     let (node, all) = (place.node?, total(&place.memory));

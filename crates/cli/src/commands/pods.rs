@@ -17,11 +17,11 @@ containers and of all.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, visible_alias = "ps")]
 pub struct Args {
-    /// Only pods of this Kubernetes namespace
+    /// List only pods of this Kubernetes namespace
     #[arg(short, long, value_name = "NAME")]
     namespace: Option<String>,
-    /// Only pods in this state
-    #[arg(short, long, value_parser = ["created", "starting", "ready", "stopping", "stopped"])]
+    /// List only pods in this state
+    #[arg(short, long, value_parser = ["created", "starting", "ready", "stopping", "stopped", "unknown"])]
     state: Option<String>,
     /// Print only the pods' full ids
     #[arg(short, long, conflicts_with = "json")]
@@ -39,7 +39,14 @@ impl Args {
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let answer = daemon.list_pods(ListPodsRequest {}).await.map_err(ClientError::from)?;
-    let mut pods = answer.into_inner().pods;
+    let answer = answer.into_inner();
+    if !answer.records_problem.is_empty() {
+        let problem = render::plain(&answer.records_problem);
+        eprintln!(
+            "sandboxer-cli: pods run, but what changes is not recorded ({problem}): see 'sandboxer-cli check'"
+        );
+    }
+    let mut pods = answer.pods;
     pods.retain(|pod| args.wants(pod));
     if global.json {
         return render::print_json(&pods);
@@ -71,7 +78,7 @@ fn row(pod: &Pod) -> Vec<String> {
     ]
 }
 
-/// Returns the duration of the whole start; `-` until it is over, and when it failed.
+/// Returns the duration of the whole start; `-` until it is over, or if it failed.
 fn start(pod: &Pod) -> String {
     let done = pod.stages.iter().all(|step| step.outcome == "ok") && pod.state != "starting";
     match pod.stages.iter().map(|step| step.begin_ns + step.duration_ns).max() {

@@ -1,4 +1,4 @@
-//! `quarantine`: journal records that the daemon cannot read and put aside.
+//! `quarantine`: journal records that the daemon put aside because it cannot read them.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -144,7 +144,7 @@ fn row(entry: &Quarantined) -> Vec<String> {
             none if none.is_empty() => "-".to_owned(),
             some => some.join(", "),
         },
-        // One row is one line.
+        // Each row is one line.
         render::plain(problem(entry)).replace(['\n', '\r'], " "),
     ]
 }

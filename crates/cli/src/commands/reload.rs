@@ -1,4 +1,4 @@
-//! `reload`: the installed build takes the place of the running one, and pods notice nothing.
+//! `reload`: replaces the running build with the installed one, without effect on pods.
 
 use std::time::{Duration, Instant};
 
@@ -17,14 +17,14 @@ Containers, their logs, execs and connections continue. Requests wait while the 
 
 Exit codes: 0 replaced, 1 not replaced (the old front continues, and serves with the new worker), 2 wrong usage.";
 
-/// How often it asks whether the daemon is back.
+/// Interval between two checks of whether the daemon is back.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Replace the running daemon by the installed build, with the configuration as it is now
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Most time to wait until the new daemon answers
+    /// Maximum time to wait until the new daemon responds
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,
 }

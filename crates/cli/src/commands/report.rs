@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use sandboxer_probe::{html, markdown, score::figures::Results, store};
+use anyhow::{Context, Result, bail};
+use sandboxer_probe::{figures::Palette, html, markdown, score::figures::Results, store};
 
 use crate::{Global, render};
 
@@ -12,6 +12,7 @@ Examples:
   sandboxer-cli report results/startup results/memory
   sandboxer-cli report results/workload results/startup
   sandboxer-cli report results/startup --output page/index.html
+  sandboxer-cli report results/kata --baseline kata --published         with published figures beside virtual times
   sandboxer-cli report --markdown results/startup results/memory    tables for a README";
 
 /// Write results as one self-contained HTML page, and their plots as SVG and PNG
@@ -27,32 +28,88 @@ pub struct Args {
     /// Print the figures as Markdown tables instead, next to published ones
     #[arg(long, conflicts_with_all = ["output", "json"])]
     markdown: bool,
+    /// Runtime with which all others are compared, besides runc
+    #[arg(long, value_name = "NAME")]
+    baseline: Option<String>,
+    /// Also draw published times beside virtual ones: they are ms of other hardware
+    #[arg(long)]
+    published: bool,
+}
+
+/// Options of a page, apart from its results.
+#[derive(Debug, Default)]
+pub struct Look<'a> {
+    /// Runtime with which all others are compared.
+    pub baseline: Option<&'a str>,
+    /// Whether to draw published times beside virtual ones.
+    pub published: bool,
 }
 
 /// Prints the page's path, or the tables.
 pub fn run(args: Args, global: &Global) -> Result<()> {
+    let look = Look { baseline: args.baseline.as_deref(), published: args.published };
     if args.markdown {
-        let results = Results::load(&args.results)?;
+        let (results, unusable) = load(&args.results, look.baseline)?;
         let text = markdown::tables(&results.startups) + &markdown::workloads(&results.workloads);
-        return Ok(render::print(text.trim())?);
+        render::print(text.trim())?;
+        return complete(unusable, args.results.len());
     }
     let first = &args.results[0];
     let page = args.output.unwrap_or_else(|| {
         let dir = if first.is_dir() { first.as_path() } else { first.parent().unwrap_or(Path::new(".")) };
         dir.join("report.html")
     });
-    let written = write(&args.results, &page)?;
+    let (written, unusable) = write(&args.results, &page, &look)?;
     if global.json {
-        return render::print_json(&serde_json::json!({ "page": page, "plots": written }));
+        render::print_json(&serde_json::json!({ "page": page, "plots": written }))?;
+    } else {
+        render::print(&format!("report: {}", page.display()))?;
     }
-    Ok(render::print(&format!("report: {}", page.display()))?)
+    complete(unusable, args.results.len())
 }
 
-/// Writes the page and the plots; the plots' paths.
-pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
-    let Results { startups, workloads } = Results::load(results)?;
+/// Returns an error if some results could not be used.
+fn complete(unusable: usize, all: usize) -> Result<()> {
+    match unusable {
+        0 => Ok(()),
+        unusable => bail!("{unusable} of {all} results are missing: they cannot be used"),
+    }
+}
+
+/// Loads the usable results, with ratios to the baseline, and reports the others. Returns the number of the others,
+/// too.
+fn load(paths: &[PathBuf], baseline: Option<&str>) -> Result<(Results, usize)> {
+    let mut results = Results::default();
+    let mut errors = Vec::new();
+    for path in paths {
+        match Results::load(std::slice::from_ref(path)) {
+            Ok(one) => {
+                results.startups.extend(one.startups);
+                results.workloads.extend(one.workloads);
+            }
+            Err(error) => errors.push(anyhow::Error::new(error)),
+        }
+    }
+    let last = (results.startups.is_empty() && results.workloads.is_empty()).then(|| errors.pop()).flatten();
+    errors.iter().for_each(|error| eprintln!("left out: {error:#}"));
+    if let Some(last) = last {
+        return Err(last);
+    }
+    if let Some(baseline) = baseline {
+        let with_starts = results.startups.iter_mut().filter(|result| !result.report.series.is_empty());
+        for result in with_starts {
+            result.report.set_baseline(&result.name, baseline, &result.samples)?;
+        }
+    }
+    Ok((results, errors.len()))
+}
+
+/// Writes the page and the plots. Returns the plots' paths and the number of results that cannot be used.
+pub fn write(results: &[PathBuf], page: &Path, look: &Look<'_>) -> Result<(Vec<PathBuf>, usize)> {
+    let (Results { startups, workloads }, unusable) = load(results, look.baseline)?;
+    let palette = Palette::of(&startups, &workloads).with_published(look.published);
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    store::write_whole(page, html::page(&startups, &workloads).as_bytes())?;
-    Ok(store::write_plots(dir, &startups, &workloads)?)
+    store::write_whole(page, html::page_with(&startups, &workloads, &palette).as_bytes())?;
+    Ok((store::write_plots(dir, &startups, &workloads, &palette)?, unusable))
 }

@@ -39,7 +39,7 @@ pub struct Args {
     published: bool,
 }
 
-/// A verdict with what to know about it.
+/// A verdict with remarks on it.
 #[derive(Serialize)]
 struct Verdicts<'a, T: Serialize> {
     sheet: &'a str,
@@ -48,7 +48,7 @@ struct Verdicts<'a, T: Serialize> {
     verdicts: T,
 }
 
-/// Judges and prints. A gate that does not pass is an error.
+/// Judges and prints. Returns an error if a gate does not pass.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let mut sheet = sheet(&args.sheet)?;
     if let Some(name) = &args.baseline {
@@ -96,11 +96,13 @@ fn show<T: Serialize>(verdicts: &Verdicts<'_, T>, text: String, global: &Global)
 
 fn gated(rules: &Gate, results: &Results, global: &Global) -> Result<()> {
     let judged = gate::judge(rules, results);
-    let mut rows =
-        tables::table(&["what", "metric", "runtime", "verdict", &format!("over {}", rules.baseline)], 4);
+    let over = format!("over {}", rules.baseline);
+    let mut rows = tables::table(&["what", "metric", "runtime", "verdict", &over, "failed; baseline's"], 4);
     for row in &judged {
         let ratio = row.ratio.map_or_else(|| "–".into(), |ratio| ratio.short());
-        rows.add_row([&row.what, &row.metric, &row.runtime, row.verdict.as_str(), &ratio]);
+        let [own, of_baseline] = row.failures;
+        let failed = format!("{own}; {of_baseline}");
+        rows.add_row([&row.what, &row.metric, &row.runtime, row.verdict.as_str(), &ratio, &failed]);
     }
     let passed = judged.iter().filter(|row| row.verdict.passes()).count();
     let text = format!(

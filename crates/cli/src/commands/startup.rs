@@ -20,6 +20,8 @@ const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli startup --serial 10 --parallel 0
   sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
+  sandboxer-cli startup --runtime sandboxer --runtime kata --runtime runc --baseline kata --serial 20 --parallel 8 --rounds 3
+  sandboxer-cli startup --serial 0 --parallel 0 --sustained 100         what a pool keeps up
   sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .
   sandboxer-cli startup --runtime native --runtime runc --runtime vm --vm-image \"$(scripts/bench-vm.sh)\" --serial 10 --parallel 0
   sandboxer-cli startup --kubeconfig ~/.kube/config --runtime-class sandboxer --runtime-class runc";
@@ -28,8 +30,8 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler, "native" for the command as a process of this host, or "vm" for a conventional VM (QEMU's machine q35,
-    /// Debian's kernel, systemd); repeat to compare several: they alternate
+    /// Runtime handler, "native" for the command as a process of this host, or "vm" for a conventional VM (QEMU's
+    /// machine q35, Debian's kernel, systemd); repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
     /// Serial starts (one after the other), per runtime [default: 500, of a cluster 30]
@@ -41,17 +43,24 @@ pub struct Args {
     /// Groups per runtime
     #[arg(long, default_value_t = 10)]
     rounds: u32,
+    /// Runtime with which all others are compared, besides runc: ratios to it, and how many times faster they are
+    #[arg(long, value_name = "NAME", conflicts_with = "kubeconfig")]
+    baseline: Option<String>,
+    /// Starts per runtime one after the other without pauses and without alternating: how many pods a minute it keeps
+    /// up, and the host's CPU time for each
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "kubeconfig")]
+    sustained: u32,
     /// Warm-up starts per runtime
     #[arg(long, default_value_t = 1)]
     warm_up: u32,
-    /// Seconds of pause before each start or group, for background work of the last one: a runtime with a pool
-    /// of VMs refills it then, and not during another runtime's turn
+    /// Seconds of pause before each start or group, for background work of the last one: a runtime with a pool of VMs
+    /// refills it then, and not during another runtime's turn
     #[arg(long, default_value_t = 0.0, value_parser = clap::value_parser!(f64))]
     pause: f64,
     /// Boot the first runtime's VM without a pod after each serial round, for comparison
     #[arg(long)]
     bare_boot: bool,
-    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    /// Disk of the VMs of the runtime "vm", in a directory with its kernel and initrd: `make bench-vm` makes one
     #[arg(long, value_name = "FILE")]
     vm_image: Option<PathBuf>,
     #[command(flatten)]
@@ -80,11 +89,13 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         serial: args.serial.unwrap_or(FULL_SERIAL),
         group: args.parallel,
         rounds: if args.parallel == 0 { 0 } else { args.rounds },
+        sustained: args.sustained,
         warm_up: args.warm_up,
         pause: Duration::try_from_secs_f64(args.pause).context("--pause takes seconds from 0 up")?,
         recipe,
         bare_boot,
         vm: vm::of(args.vm_image.as_ref(), None),
+        baseline: args.baseline,
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;

@@ -1,4 +1,4 @@
-//! `sandboxer-cli streams`: what commands in containers and logs of containers cost.
+//! `sandboxer-cli streams`: the cost of commands in containers and of containers' logs.
 
 use std::path::PathBuf;
 

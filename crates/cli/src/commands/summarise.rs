@@ -25,7 +25,7 @@ pub struct Args {
     cdf: bool,
 }
 
-/// Prints the figures. Fails at the first file without samples.
+/// Prints the figures. Returns an error at the first file without samples.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     for path in &args.files {
         let text = if path.as_os_str() == "-" {
@@ -59,7 +59,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(())
 }
 
-/// Returns twenty points of a distribution, with both ends.
+/// Returns twenty points of a distribution, including both ends.
 fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
     const SHOWN: usize = 20;
     if points.len() <= SHOWN {

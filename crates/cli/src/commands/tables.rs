@@ -23,7 +23,7 @@ pub fn table(heading: &[&str], texts: usize) -> Table {
     table
 }
 
-/// Returns a time in ms; "–" where there is none.
+/// Formats a time in ms; "–" for none.
 pub fn ms(time: Option<f64>) -> String {
     match time {
         None => "–".into(),
@@ -33,44 +33,34 @@ pub fn ms(time: Option<f64>) -> String {
     }
 }
 
-/// Returns KiB as MB; 1 MB is 1024 KiB here.
+/// Formats KiB as MB; 1 MB is 1024 KiB here.
 pub fn mb(kib: f64) -> String {
     format!("{:.1}", kib / 1024.0)
 }
 
 /// Returns start-up times: one line per runtime and mode, then ratios and the probe's own cost.
 pub fn startup(report: &Report) -> String {
-    let heading = [
-        "runtime",
-        "mode",
-        "n",
-        "failed",
-        "min",
-        "p50",
-        "p90",
-        "p95",
-        "p99",
-        "max",
-        "mean",
-        "sd",
-        "over runc",
-        "KVM exits",
-    ];
+    let bases = report.bases();
+    let columns: Vec<String> = bases.iter().map(|base| format!("over {base}")).collect();
+    let mut heading =
+        vec!["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"];
+    heading.extend(columns.iter().map(String::as_str));
+    heading.push("KVM exits");
     let mut rows = table(&heading, 2);
     for series in &report.series {
-        let mode =
-            if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
-        let mut row = vec![series.runtime.clone(), mode];
+        let mut row = vec![series.runtime.clone(), series.how()];
         let over = |mode, groups| {
-            report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
+            let over = move |base: &&str| report.over(&series.runtime, base, mode, groups);
+            bases.iter().map(move |base| over(base).map_or_else(|| "–".into(), Ratio::short))
         };
         row.extend(figures(&series.summary));
-        row.extend([over(series.mode, false), series.shown_exits()]);
+        row.extend(over(series.mode, false));
+        row.push(series.shown_exits());
         rows.add_row(row);
-        if !series.batch_ms.is_empty() {
+        if let Some(whole) = series.whole_groups() {
             let mut row = vec![series.runtime.clone(), format!("batch of {}", series.group)];
-            row.extend(figures(&Summary::of(&series.batch_ms, 0)));
-            row.push(over(Mode::Parallel, true));
+            row.extend(figures(&whole));
+            row.extend(over(Mode::Parallel, true));
             rows.add_row(row);
         }
     }
@@ -83,8 +73,11 @@ pub fn startup(report: &Report) -> String {
     let mut text = format!(
         "start-up, {unit} from the start request to the container's first byte on stdout\n\n{rows}\n"
     );
-    for ratio in &report.ratios {
+    for ratio in report.told_ratios() {
         text += &format!("\n{ratio}");
+    }
+    for (series, rate) in report.series.iter().filter_map(|series| Some((series, series.rate?))) {
+        text += &format!("\n{} without pauses: {rate}", series.runtime);
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         text += &format!("\n{} over the bare boot of its VM to the agent's ready message: {over}", bare.like);
@@ -121,7 +114,7 @@ fn stages(series: &sandboxer_probe::report::Series) -> Table {
     rows
 }
 
-/// Returns n, failures and all figures of a summary.
+/// Returns the number of attempts, the failures and all figures of a summary.
 pub fn figures(summary: &Summary) -> Vec<String> {
     let counts = [summary.n.to_string(), summary.failures.to_string()];
     counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
@@ -149,9 +142,9 @@ pub fn memory(report: &Report) -> String {
         );
     }
     for row in &report.memory {
-        if let Some(each) = row.idle_cpu_per_pod() {
+        if let Some(each) = row.shown_idle_cpu() {
             text += &format!(
-                "\n{}: {} idle pods use {each:.2} millicores each, without their containers",
+                "\n{}: {} idle pods use {each} millicores each, without their containers",
                 row.runtime, row.pods
             );
         }
@@ -169,7 +162,7 @@ fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
     cells
 }
 
-/// Returns the processes of running pods, and how each was found.
+/// Returns the processes of running pods, and how each was attributed.
 pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     let mut rows = table(&["role", "pod", "process", "found by", "pid", "PSS MB"], 4);
     for entry in &ledger.entries {
@@ -184,7 +177,7 @@ pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     format!("processes of {handler}; the CRI runtime itself ({cri}) is not included\n\n{rows}\n")
 }
 
-/// Returns remarks: why a run is partial, notes, and what was not measured.
+/// Returns remarks: the reason for a partial run, notes, and what was not measured.
 pub fn remarks(report: &Report) -> String {
     let mut text = String::new();
     if let Some(why) = &report.partial_reason {

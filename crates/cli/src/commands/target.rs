@@ -47,8 +47,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Connects lazily, and prepares to watch logs. The daemon's socket, if there is one, gives the stages
-    /// of a start.
+    /// Connects lazily, and prepares to watch logs. The daemon's socket, if there is one, supplies the stages of a
+    /// start.
     pub fn open(&self, global: &Global) -> Result<Bench> {
         let admin = global.socket.exists().then_some(global.socket.as_path());
         let mut bench = Bench::open(&self.endpoint, admin)?;
@@ -56,7 +56,7 @@ impl Target {
         Ok(bench)
     }
 
-    /// Returns the recipe of each pod.
+    /// Returns the recipe of the pods.
     pub fn recipe(&self) -> Recipe {
         let mut recipe = measure::recipe(&self.image, self.network, Duration::from_secs_f64(self.timeout));
         if !self.command.is_empty() {

@@ -1,9 +1,10 @@
-//! `template`: frozen VMs from which pods' VMs are copied.
+//! `template`: frozen VMs of which pods' VMs are copies.
 
 use std::time::Duration;
 
 use anyhow::bail;
 use clap::Subcommand;
+use comfy_table::CellAlignment;
 use indicatif::ProgressBar;
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ListTemplatesRequest, ListTemplatesResponse, RemoveTemplateRequest, Template,
@@ -38,10 +39,10 @@ enum Verb {
     List,
     /// Make a template of a size, unless there is one
     Build {
-        /// Virtual CPUs [default: those of a pod without limits]
+        /// Virtual CPUs [default: as for a pod without limits]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
         vcpus: Option<u32>,
-        /// Memory, MiB [default: that of a pod without limits]
+        /// Memory, MiB [default: as for a pod without limits]
         #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
         memory: Option<u64>,
         /// VMM: qemu, cloud-hypervisor or firecracker [default: the configured one]
@@ -125,17 +126,39 @@ fn text(answer: &ListTemplatesResponse) -> String {
         if answer.templates.is_empty() { "no templates".to_owned() } else { table(&answer.templates) };
     out += &format!("\n\n{} VMs are in the pool", answer.pool.len());
     if !answer.start_paths.is_empty() {
-        let mut rows = tables::table(&["START PATH", "PODS", "FELL BACK"], 1);
+        let mut rows = tables::table(&["START PATH", "PODS", "FELL BACK", "BECAUSE"], 1);
+        if let Some(column) = rows.column_mut(3) {
+            column.set_cell_alignment(CellAlignment::Left);
+        }
         for count in &answer.start_paths {
             let (taken, missed) = match count.reason.as_str() {
                 "" => (count.pods.to_string(), String::new()),
                 reason => (String::new(), format!("{} × {}", count.pods, render::plain(reason))),
             };
-            rows.add_row([render::plain(&count.start_path), taken, missed]);
+            let because = because(&count.start_path, &count.reason);
+            rows.add_row([render::plain(&count.start_path), taken, missed, because.into()]);
         }
         out += &format!("\n\n{rows}");
     }
     out
+}
+
+/// Returns what a reason means for pods that miss the pool, and what helps.
+fn because(start_path: &str, reason: &str) -> &'static str {
+    match (start_path, reason) {
+        ("pool", "empty") => "all VMs were taken: a larger [pool] min helps",
+        ("pool", "host-network") => {
+            "no VM without a network card waits: [pool] max above min leaves room for some"
+        }
+        ("pool", "other-size" | "interfaces" | "other-vmm") => {
+            "no VM of this kind waits: [pool] max above min leaves room for some"
+        }
+        ("pool", "disk-limits") => "the pod has its own disk limits, and VMs of the pool the configured ones",
+        ("pool", "huge-pages") => "the pod's memory is in huge pages, and that of copies is not",
+        (_, "preparing") => "its template was not ready yet",
+        (_, "off") => "turned off by the configuration",
+        _ => "",
+    }
 }
 
 fn table(templates: &[Template]) -> String {

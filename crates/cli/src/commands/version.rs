@@ -68,6 +68,9 @@ fn text(versions: &Versions) -> String {
     );
     if let Some(daemon) = &versions.daemon {
         out += &line("sandboxer", &format!(" {}", release(&daemon.version, daemon.protocol_version)));
+        if daemon.keeper_pid != 0 {
+            out += &line("  keeper", &format!(" {}", daemon.keeper_pid));
+        }
         out += &line("  front", &format!(" {}", daemon.front_pid));
         out +=
             &line("  worker", &format!(" {}, up {}", daemon.worker_pid, render::age(daemon.started_at_ns)));

@@ -1,4 +1,4 @@
-//! VMs of the series `vm`.
+//! Configuration of VMs of the series `vm`.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,7 @@ use sandboxer_probe::vm::{Accelerator, Vm};
 /// The device that QEMU opens for `-accel kvm`.
 const KVM: &str = "/dev/kvm";
 
-/// Returns VMs of this disk. They use KVM if it is usable, which is measured here.
+/// Returns the configuration of VMs with this root disk. They use KVM if it is usable, which is measured here.
 pub fn of(disk: Option<&PathBuf>, address: Option<String>) -> Option<Vm> {
     disk.map(|disk| Vm::of(disk, accelerator(measure_kvm(Path::new(KVM))), address))
 }
@@ -19,7 +19,7 @@ fn accelerator(measured: Result<f64, KvmUnusable>) -> Accelerator {
             kvm: true,
             reason: format!("KVM runs {:.1} million guest instructions per second", rate / 1e6),
         },
-        // VMs of this series run as the user of this command, not in a jail.
+        // VMs of this series run as this command's user, not in a jail.
         Err(error @ KvmUnusable::Closed { .. }) => Accelerator { kvm: true, reason: error.to_string() },
         Err(error) => Accelerator { kvm: false, reason: sandboxer_base::chain(&error) },
     }

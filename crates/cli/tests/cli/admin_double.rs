@@ -28,6 +28,7 @@ use tonic::{Request, Response, Status, transport::Server};
 #[derive(Debug, Clone, Default)]
 pub struct AdminDouble {
     pub pods: Vec<Pod>,
+    pub records_problem: &'static str,
     pub events: Vec<Event>,
     pub stages: Vec<StageSummary>,
     pub templates: ListTemplatesResponse,
@@ -58,6 +59,7 @@ impl Admin for AdminDouble {
             protocol_version: 6,
             worker_pid: 4321,
             front_pid: 4320,
+            keeper_pid: 4319,
             vmm: "qemu".into(),
             vmm_version: "7.2.0".into(),
             accelerator: "tcg".into(),
@@ -75,7 +77,8 @@ impl Admin for AdminDouble {
     }
 
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
-        Ok(Response::new(ListPodsResponse { pods: self.pods.clone() }))
+        let records_problem = self.records_problem.to_owned();
+        Ok(Response::new(ListPodsResponse { pods: self.pods.clone(), records_problem }))
     }
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {

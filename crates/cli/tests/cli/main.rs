@@ -4,6 +4,8 @@
 
 mod admin_double;
 mod check;
+mod idle;
+mod kata_files;
 mod quarantine;
 mod results;
 
@@ -266,6 +268,11 @@ fn version_names_both_sides() {
     let json: serde_json::Value = serde_json::from_str(&daemon.cli("version --json").ok()).unwrap();
     assert_eq!(json["client"]["version"], env!("CARGO_PKG_VERSION"));
     assert_eq!((&json["daemon"]["worker_pid"], &json["daemon"]["front_pid"]), (&4321.into(), &4320.into()));
+    assert_eq!(json["daemon"]["keeper_pid"], 4319);
+    let words: Vec<_> = out.split_whitespace().collect();
+    for process in [["keeper", "4319"], ["front", "4320"], ["worker", "4321,"]] {
+        assert!(words.windows(2).any(|words| words == process), "no {process:?} in {out}");
+    }
     assert_eq!(json["daemon"]["recovered_pods"], 2);
 
     let alone = cli_at(Path::new("/nowhere/admin.sock"), "version");

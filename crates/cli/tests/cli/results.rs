@@ -86,6 +86,38 @@ fn markdown_has_published_figures_marked() {
 }
 
 #[test]
+fn a_result_that_cannot_be_used_is_named_and_the_others_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    virtual_run(&dir.path().join("good"), "kata", 150.0);
+    fs::create_dir(dir.path().join("newer")).unwrap();
+    fs::write(dir.path().join("newer/report.json"), r#"{"schema": 2}"#).unwrap();
+    let dir = dir.path().display();
+    for more in ["--markdown", &format!("--output {dir}/page.html")] {
+        let said = cli(&format!("report {dir}/newer {dir}/good {dir}/none --baseline kata {more}"));
+        assert_eq!(said.code, Some(1), "{}", said.out);
+        for words in
+            ["newer/report.json", "newer probe", "none contains no result", "2 of 3 results are missing"]
+        {
+            assert!(said.err.contains(words), "{words}: {}", said.err);
+        }
+        assert!(
+            said.out.contains("report: ") || said.out.contains("| over kata (95 % interval) |"),
+            "{}",
+            said.out
+        );
+    }
+    let page = fs::read_to_string(format!("{dir}/page.html")).unwrap();
+    assert!(page.contains("runc over kata, serial: medians") && page.contains("times faster"), "{page}");
+    assert!(!page.contains("Kuasar published"), "published times are not virtual ones");
+    cli(&format!("report {dir}/good --published --output {dir}/page.html")).ok();
+    assert!(fs::read_to_string(format!("{dir}/page.html")).unwrap().contains("Kuasar published"));
+    let why = cli(&format!("report {dir}/good --baseline gvisor")).failed(1);
+    assert!(why.contains("good has no starts of the baseline 'gvisor'; it has kata, runc"), "{why}");
+    let why = cli("startup --runtime a --baseline b").failed(1);
+    assert!(why.contains("--runtime b") || why.contains("is containerd running"), "{why}");
+}
+
+#[test]
 fn what_cannot_be_compared_is_refused_or_labelled() {
     let dir = times();
     let dir = dir.path().display();

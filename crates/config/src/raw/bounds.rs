@@ -6,7 +6,7 @@ use super::{ConfigError, Seconds};
 
 /// Checks values against their bounds.
 pub struct Bounds<'a> {
-    /// Makes the error of a key, its value and the accepted values.
+    /// A function that makes the error from a key, its value and the accepted values.
     pub refused: &'a dyn Fn(&'static str, String, &'static str) -> ConfigError,
 }
 
@@ -22,7 +22,7 @@ impl Bounds<'_> {
         if fine { Ok(()) } else { Err((self.refused)(key, found, takes)) }
     }
 
-    /// Returns an absolute path.
+    /// Returns the path if it is absolute.
     pub fn absolute(
         &self,
         key: &'static str,
@@ -33,13 +33,13 @@ impl Bounds<'_> {
         self.check(key, format!("{value:?}"), "an absolute path", value.is_absolute()).map(|()| value)
     }
 
-    /// Returns a program: an absolute path, or a plain name to look up in PATH.
+    /// Returns the program if it is an absolute path, or a plain name to look up in PATH.
     pub fn program(&self, key: &'static str, value: PathBuf) -> Result<PathBuf, ConfigError> {
         let fine = value.is_absolute() || value.components().count() == 1;
         self.check(key, format!("{value:?}"), "an absolute path or a plain name", fine).map(|()| value)
     }
 
-    /// Returns a duration of at most a day.
+    /// Returns the duration if it is at most a day.
     pub fn seconds(
         &self,
         key: &'static str,
@@ -52,7 +52,7 @@ impl Bounds<'_> {
         Ok(Duration::from_secs_f64(seconds))
     }
 
-    /// Returns a number of at least 1.
+    /// Returns the number if it is at least 1.
     pub fn count(
         &self,
         key: &'static str,
@@ -63,7 +63,7 @@ impl Bounds<'_> {
         self.check(key, value.to_string(), "a whole number of at least 1", value > 0).map(|()| value)
     }
 
-    /// Returns a size of at least one `unit`, bytes.
+    /// Returns the size in bytes if it is at least one `unit`.
     pub fn size(
         &self,
         key: &'static str,

@@ -25,14 +25,14 @@ struct Table {
 }
 
 impl RawHandler {
-    /// Returns it with its defaults.
+    /// Returns the handler with its defaults.
     pub fn resolve(self) -> Handler {
         let Self(Table { start_path, vmm }) = self;
         Handler { start_path: start_path.unwrap_or_default(), vmm }
     }
 }
 
-// By hand: the errors of an untagged enum do not say what is wrong.
+// Implemented by hand, because the errors of an untagged enum do not say what is wrong.
 impl<'de> Deserialize<'de> for RawHandler {
     fn deserialize<D: Deserializer<'de>>(of: D) -> Result<Self, D::Error> {
         of.deserialize_any(Written)

@@ -15,14 +15,14 @@ pub struct RawPlacement {
 }
 
 impl RawPlacement {
-    /// Checks the values.
+    /// Checks the values and sets defaults.
     pub fn resolve(
         self,
         default: PlacementConfig,
         pool: &PoolConfig,
         bounds: &Bounds<'_>,
     ) -> Result<PlacementConfig, ConfigError> {
-        // An empty list reserves none.
+        // An empty list reserves no CPUs.
         let list = self.reserved_cpus.filter(|list| !list.trim().is_empty());
         let reserved_cpus = list.as_deref().and_then(Cpus::parse);
         let fine = list.is_some() == reserved_cpus.is_some();

@@ -1,4 +1,4 @@
-//! What configurations are accepted, and what errors say.
+//! Tests of accepted configurations, and of error messages.
 
 use super::*;
 use crate::{Handler, StartPath, VmmName};
@@ -10,7 +10,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
 #[test]
 fn the_explained_default_is_the_default() {
     let written = parse(DEFAULT).unwrap();
-    // The defaults that depend on the VM stand commented out in the file.
+    // The defaults that depend on the VM are commented out in the file.
     let built = Config {
         concurrent_starts: written.concurrent_starts,
         concurrent_containers: written.concurrent_containers,
@@ -21,7 +21,7 @@ fn the_explained_default_is_the_default() {
 
 #[test]
 fn the_explained_default_has_every_key() {
-    // With what is commented out taken in, too; the parser itself names all keys that it knows.
+    // Includes the commented-out keys; the parser itself names all keys that it knows.
     let set = DEFAULT.replace("\n# ", "\n");
     let tables = [
         "vm",
@@ -33,6 +33,7 @@ fn the_explained_default_has_every_key() {
         "network",
         "placement",
         "limits",
+        "containers",
         "containerd",
         "traces",
     ];
@@ -46,6 +47,7 @@ fn the_explained_default_has_every_key() {
         "network",
         "placement",
         "limits",
+        "containers",
         "containerd",
         "traces",
     ] {
@@ -63,6 +65,23 @@ fn the_explained_default_has_every_key() {
 }
 
 #[test]
+fn what_containers_have_of_their_node_is_checked() {
+    let text = "[containers]\nrlimits = { nofile = [1024, -1] }\nsysctls = {}\nnode_sysctls = [\"vm.max_map_count\"]";
+    let containers = parse(text).unwrap().containers;
+    assert_eq!(containers.rlimits, [("RLIMIT_NOFILE".to_owned(), [1024, u64::MAX])].into());
+    assert!(containers.sysctls.is_empty() && containers.node_sysctls == ["vm.max_map_count"]);
+    for (line, says) in [
+        ("rlimits = { files = [1, 2] }", "containers.rlimits is files = [1, 2]"),
+        ("rlimits = { core = [2, 1] }", "containers.rlimits is core = [2, 1]"),
+        ("sysctls = { \"../x\" = \"1\" }", "containers.sysctls is \"../x\""),
+        ("node_sysctls = [\"\"]", "containers.node_sysctls is \"\""),
+    ] {
+        let error = parse(&format!("[containers]\n{line}")).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+}
+
+#[test]
 fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
     for (text, vmm) in [
         (include_str!("../../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
@@ -73,7 +92,7 @@ fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
         assert_eq!(config.vm.vmm, vmm);
         let lines: Vec<_> = text.lines().collect();
         for pair in lines.windows(2).filter(|pair| pair[1].contains(" = ")) {
-            // Keys of one comment stand together.
+            // Keys that share a comment stand together.
             let of_one = ["default_vcpus", "max =", "min ="];
             let explained = pair[0].starts_with("# ") || of_one.iter().any(|key| pair[0].starts_with(key));
             assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
@@ -101,7 +120,7 @@ fn a_handler_that_makes_no_sense_is_told() {
     for (text, says) in [
         ("a = \"bot\"", "did you mean \"boot\"?"),
         ("a = { vmm = \"firecraker\" }", "did you mean \"firecracker\"?"),
-        // There is nothing to choose from: that is vm.vmm.
+        // A handler has no choice of VMM: that is vm.vmm.
         ("a = { vmm = \"auto\" }", "unknown value `auto`, expected one of `qemu`"),
         ("a = { vm = \"qemu\" }", "did you mean \"vmm\"?"),
         ("a = 5", "expected a start path in quotes, or a table with vmm and start_path"),

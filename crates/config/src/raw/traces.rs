@@ -1,4 +1,4 @@
-//! `[traces]`: where traces are sent.
+//! The table `[traces]`: where traces are sent.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ pub struct RawTraces {
 }
 
 impl RawTraces {
-    /// Returns the settings; `None` without an endpoint.
+    /// Returns the settings, or `None` without an endpoint.
     pub fn resolve(self, bounds: &Bounds<'_>) -> Result<Option<TracesConfig>, ConfigError> {
         let sampling_ratio = self.sampling_ratio.unwrap_or(1.0);
         let fine = (0.0..=1.0).contains(&sampling_ratio);
@@ -25,7 +25,7 @@ impl RawTraces {
     }
 }
 
-/// Returns whether this is `http://HOST:PORT`.
+/// Returns whether `text` is `http://HOST:PORT`.
 fn is_endpoint(text: &str) -> bool {
     let host = |host: &str| {
         let inner = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));

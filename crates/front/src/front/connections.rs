@@ -25,12 +25,13 @@ use crate::{
     control::Kind,
     journal::Record,
     log::log,
+    store::{Reserved, Stored},
 };
 
 use super::{ACCEPT_PAUSE, Front, LISTENER, Linked, RELINK, TRIAL, Trial};
 
 impl Front<'_> {
-    pub(super) fn listen(&mut self, listener: Rc<OwnedFd>) {
+    pub(super) fn listen(&mut self, listener: Rc<Stored>) {
         if let Some(before) = self.listener.take() {
             let _ = self.epoll.delete(&before);
         }
@@ -55,34 +56,42 @@ impl Front<'_> {
         let Some(listener) = &self.listener else { return };
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         // A connection without files could not be kept.
-        let files = match Files::create() {
-            Ok(files) => files,
+        let (files, reserved) = match Files::create().and_then(|files| Ok((files, Reserved::new()?))) {
+            Ok(made) => made,
             Err(error) => return self.starve(&error),
         };
-        let client = match accept4(listener.as_raw_fd(), flags) {
-            // SAFETY: the kernel has just created the descriptor, and it has no other owner.
-            Ok(fd) => unsafe { UnixStream::from_raw_fd(fd) },
-            Err(error @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
-                return self.starve(&error.into());
+        // The connection is recorded before it exists: if this process is killed meanwhile, the next one has it.
+        let number = self.next_connection;
+        self.next_connection += 1;
+        self.journal.add(&Record::Connection { id: number, of: files.held(reserved.as_raw_fd()) });
+        pass(format_args!("the front is about to accept a connection"));
+        let listener = listener.as_raw_fd();
+        // SAFETY: the kernel has just created the descriptor, and it has no other owner.
+        let accept = || Ok(unsafe { OwnedFd::from_raw_fd(accept4(listener, flags)?) });
+        let client = match reserved.fill(accept) {
+            Ok(client) => client,
+            Err(error) => {
+                self.journal.add(&Record::Closed(number));
+                // Otherwise the client has disconnected.
+                if let Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM = error {
+                    self.starve(&error.into());
+                }
+                return;
             }
-            // The client has disconnected.
-            Err(_) => return,
         };
         pass(format_args!("the front has accepted a connection"));
         self.starved = false;
         // The socket has mode 0600 in a directory with 0700; this check holds even if these were changed.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
+            self.journal.add(&Record::Closed(number));
             return log!("rejected a task connection: the peer is not root");
         }
-        let number = self.next_connection;
-        self.next_connection += 1;
-        let connection = Connection::new(number, client, files, &mut self.journal);
-        self.watch(number, connection);
+        self.watch(number, Connection::new(number, client, files));
         self.link(number);
     }
 
-    /// Waits a while before it accepts again: the client keeps waiting, and epoll would report it forever.
+    /// Waits a while before accepting again: the client keeps waiting, and epoll would report it forever.
     fn starve(&mut self, error: &io::Error) {
         self.pause_accepting();
         if !mem::replace(&mut self.starved, true) {
@@ -105,7 +114,7 @@ impl Front<'_> {
         }
     }
 
-    /// Links a connection to the worker, if that is ready.
+    /// Links a connection to the worker, if the worker is ready.
     pub(super) fn link(&mut self, number: u64) {
         let Some(worker) = self.worker.as_mut().filter(|worker| worker.ready.is_some()) else { return };
         let Some(linked) = self.connections.get_mut(&number) else { return };
@@ -113,27 +122,27 @@ impl Front<'_> {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             self.epoll.add(&ours, EpollEvent::new(EpollFlags::empty(), number * 2 + 1))?;
-            worker.queue(Kind::Connection, "", &[], vec![Rc::new(theirs.into())]);
+            worker.queue(Kind::Connection, "", &[], vec![Rc::new(Stored::not_yet(theirs.into()))]);
             worker.flush();
             linked.connection.set_link(ours);
             linked.watched.1 = EpollFlags::empty();
             Ok(())
         };
         if let Err(error) = linking() {
-            // It keeps its requests until it can be linked: if it were closed, containerd would take its
+            // The connection keeps its requests until it can be linked: if it were closed, containerd would take its
             // container for dead.
             if !mem::replace(&mut self.starved, true) {
                 log!("cannot link task connections to the worker: {error}");
             }
             self.relink = Some(Instant::now() + RELINK);
-            // New connections would use up the descriptors it needs.
+            // New connections would use up the descriptors that this one needs.
             self.pause_accepting();
         }
         self.watch_worker();
         self.settle(number, Side::Open);
     }
 
-    /// Sends the worker one suspect at a time: if the worker dies, the cause is known.
+    /// Sends the worker one suspect at a time, so that the cause is known if the worker dies.
     pub(super) fn send_suspect(&mut self) {
         if self.worker.as_ref().is_none_or(|worker| worker.ready.is_none()) {
             return;
@@ -163,8 +172,7 @@ impl Front<'_> {
         self.settle(connection, Side::Open);
     }
 
-    /// Links connections that have lost their link while the worker is running; closes those that lose it
-    /// repeatedly.
+    /// Links connections that have lost their link while the worker is running; closes those that lose it repeatedly.
     pub(super) fn link_again(&mut self) {
         let unlinked: Vec<_> = (self.connections.iter())
             .filter(|(_, linked)| linked.connection.link().is_none())
@@ -208,7 +216,7 @@ impl Front<'_> {
         self.settle(number, side);
     }
 
-    /// Handles a link that the worker has closed: most likely it has exited, which will be noticed soon.
+    /// Handles a link that the worker has closed. Most likely the worker has exited, which will be noticed soon.
     pub(super) fn link_gone(&mut self, number: u64) {
         let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
         connection.cut_link();
@@ -219,11 +227,13 @@ impl Front<'_> {
         }
     }
 
-    /// Updates the events of a connection; closes it with its link if it is gone.
+    /// Updates the events of a connection; closes the connection and its link if it is gone.
     pub(super) fn settle(&mut self, number: u64, side: Side) {
         let Some(Linked { connection, watched }) = self.connections.get_mut(&number) else { return };
         if side == Side::Gone {
             self.journal.add(&Record::Closed(number));
+            // The service manager has the descriptor for a moment longer, so closing it would not end its events.
+            let _ = self.epoll.delete(connection.client());
             self.connections.remove(&number);
             return;
         }

@@ -6,12 +6,13 @@ mod supervision;
 mod upgrade;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    env,
     ffi::OsString,
     io, mem,
-    os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd},
+    os::fd::{IntoRawFd, OwnedFd},
     path::{Path, PathBuf},
-    process::ExitCode,
+    process::{Child, ExitCode},
     rc::Rc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -20,43 +21,43 @@ use nix::{
     errno::Errno,
     sys::{
         epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
-        resource::{Resource, getrlimit, setrlimit},
         signal::{Signal, raise},
         signalfd::{SfdFlags, SignalFd},
     },
 };
-use sd_notify::NotifyState;
+
+use sandboxer_base::failpoint::fails;
 
 use crate::{
     connection::{Connection, Numbers},
-    holder::{self, Build},
     journal::{Held, Journal, JournalError},
+    keeper,
     log::log,
     memory_file::MemoryFile,
-    worker::{BackOff, Worker},
+    store::{self, Files, Left, Stored},
+    worker::{BackOff, Worker, raise_limit, reserve, signals},
 };
-use recovery::Loose;
 
-/// Most bytes per read.
+/// The most bytes per read.
 const SCRATCH: usize = 16 << 10;
-/// Most events per wait.
+/// The most events per wait.
 const EVENTS: usize = 32;
 
-/// Delay before a connection is linked again: a killed worker has exited by then.
+/// The delay before a connection is linked again: a killed worker has exited by then.
 const RELINK: Duration = Duration::from_millis(200);
-/// Delay before the next attempt to accept when there are no descriptors.
+/// The delay before the next attempt to accept when there are no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(250);
-/// If a worker lives for so long with a suspect request, the request is most likely harmless.
+/// How long a worker must live with a suspect request until the request counts as harmless.
 const TRIAL: Duration = Duration::from_secs(5);
 
-/// A worker that does not respond for so long is replaced. Generous: on an overloaded host each of its
-/// threads may wait for seconds.
+/// How long a worker may not respond before it is replaced. Long, since on an overloaded host each of its threads may
+/// wait for seconds.
 pub const MAX_SILENCE: Duration = Duration::from_secs(30);
 
 const SIGNALS: u64 = 0;
 const CONTROL: u64 = 1;
 const LISTENER: u64 = 2;
-/// First token of connections: twice a connection's number, plus one for its link.
+/// The first token of connections. A token is twice a connection's number, plus one for its link.
 const CONNECTIONS: u64 = 16;
 
 /// Why the front cannot run.
@@ -83,30 +84,78 @@ pub enum FrontError {
     },
 }
 
+/// Passes a point at which a test makes a system call fail.
+fn at(point: &str, action: &'static str) -> Result<(), FrontError> {
+    fails(format_args!("{point}")).map_err(system(action))
+}
+
 fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontError {
     move |source| FrontError::System { action, source: source.into() }
 }
 
-/// Runs `program` as the worker until the front is stopped. Returns the process's exit code.
+/// The program and arguments of another build of the front.
+#[derive(Debug, Clone)]
+pub struct Build {
+    /// The program. Another build may replace the file at any time.
+    pub program: PathBuf,
+    /// The argument, before a descriptor's number, with which the program calls [`check`].
+    pub check: OsString,
+    /// The argument, before a descriptor's number and [`Build::arguments`], with which the program calls [`resume`].
+    pub resume: OsString,
+    /// The further arguments of [`Build::resume`].
+    pub arguments: Vec<OsString>,
+}
+
+/// Runs `program` as the worker until the front is stopped. Returns the process's exit code. Must be called first in a
+/// process.
 ///
-/// This process is the holder: it makes the front from itself, and another one whenever the front is killed. SIGTERM and SIGINT stop
-/// the worker and then the front. SIGHUP stops the worker, executes `build` in this process, which goes on in [`resume`], and starts
-/// `program` again. If the first worker exits with an error, so does the front. A worker that was ready and does not respond for about
-/// `silence` is killed.
+/// Continues where an earlier front was killed, if the service manager has kept its descriptors. Without such a
+/// manager, this process keeps them, and starts itself again, with the same arguments, as the front.
+///
+/// SIGTERM and SIGINT stop the worker and then the front. SIGHUP stops the worker, executes `build` in this process,
+/// which continues in [`resume`], and starts `program` again. If the first worker exits with an error, so does the
+/// front. A worker that was ready and does not respond for about `silence` is killed.
 pub fn run(
     program: &Path,
     arguments: &[OsString],
     silence: Duration,
     build: &Build,
 ) -> Result<ExitCode, FrontError> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let journal = Journal::create(format!("{}-{}", std::process::id(), since.as_nanos()));
-    // The front owns its descriptors, whichever process that is.
-    let journal = mem::ManuallyDrop::new(journal.map_err(system("make the journal"))?);
-    hold(Work { program, arguments, silence, build }, journal.file().as_raw_fd(), None)
+    raise_limit();
+    if env::var_os(store::STORE).is_none() {
+        let all: Vec<_> = env::args_os().skip(1).collect();
+        return keeper::keep(&all).map_err(system("keep the front's descriptors"));
+    }
+    signals().thread_block().map_err(system("block signals"))?;
+    let work = Work { program, arguments, silence, build };
+    let left = Left::take().map_err(system("take the descriptors that are kept")).map_err(again)?;
+    store::connect().map_err(system("reach the service manager")).map_err(again)?;
+    left.remove_halves();
+    let front = match Front::recover_from(work, &left) {
+        Ok(Some(front)) => front,
+        Ok(None) => new(work)?,
+        // A journal that cannot be read now can never be read.
+        Err(FrontError::Journal(error)) => {
+            log!(
+                "the state of the front before cannot be read, so containerd's connections are closed; pods go on: {error}"
+            );
+            left.close_but(&BTreeSet::new(), None);
+            new(work)?
+        }
+        Err(error) => return Err(again(error)),
+    };
+    goes_on(front)
 }
 
-/// Same as [`run`], in the place of another build, which has left its journal in this descriptor. No failure to start a worker ends it.
+fn new(work: Work<'_>) -> Result<Front<'_>, FrontError> {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let identity = format!("{}-{}", std::process::id(), since.as_nanos());
+    let journal = Journal::create(identity.clone()).map_err(system("make the journal"))?;
+    Front::new(work, journal, identity)
+}
+
+/// Same as [`run`], in the place of another build, which has left its journal in this descriptor. A worker that cannot
+/// be started does not end the front.
 pub fn resume(
     program: &Path,
     arguments: &[OsString],
@@ -114,37 +163,49 @@ pub fn resume(
     build: &Build,
     journal: OwnedFd,
 ) -> Result<ExitCode, FrontError> {
-    hold(Work { program, arguments, silence, build }, journal.into_raw_fd(), Some(String::new()))
+    raise_limit();
+    signals().thread_block().map_err(system("block signals"))?;
+    store::connect()
+        .and_then(|()| store::take_passed_on())
+        .map_err(system("reach the store"))
+        .map_err(again)?;
+    let work = Work { program, arguments, silence, build };
+    let (mut front, _) = Front::recover(work, journal.into_raw_fd()).map_err(again)?;
+    front.reloaded(String::new());
+    goes_on(front)
 }
 
 /// Checks that [`resume`] would understand this journal.
 pub fn check(journal: OwnedFd) -> Result<(), FrontError> {
-    let bytes = MemoryFile::from(journal).content().map_err(system("read the journal"))?;
-    Held::of(&bytes)?;
+    let journal = MemoryFile::from(Stored::not_yet(journal));
+    Held::of(&journal.content().map_err(system("read the journal"))?)?;
     Ok(())
 }
 
-fn hold(work: Work<'_>, journal: RawFd, reload: Option<String>) -> Result<ExitCode, FrontError> {
-    // Its descriptors are its successor's, too: they stay open when it returns.
-    let front = |reload: Option<&str>| Front::recover(work, journal, reload).map(mem::ManuallyDrop::new);
-    let front = |reload: Option<&str>| match front(reload).and_then(|mut front| front.run()) {
-        Ok(code) => code,
-        Err(error) => {
-            match std::error::Error::source(&error) {
-                Some(source) => log!("{error}: {source}"),
-                None => log!("{error}"),
-            }
-            if !matches!(error, FrontError::Worker { .. }) {
-                // Perhaps only now: the next one tries again.
-                let _ = raise(Signal::SIGABRT);
-            }
-            1
-        }
-    };
-    holder::hold(work.build, &journal, reload, front).map_err(system("hold the front"))
+/// Runs a front. Its descriptors are not closed at its end, since the next front needs them: the service manager
+/// decides about them.
+fn goes_on(front: Front<'_>) -> Result<ExitCode, FrontError> {
+    store::removes();
+    reserve();
+    let mut front = mem::ManuallyDrop::new(front);
+    match front.run() {
+        Ok(code) => Ok(ExitCode::from(code)),
+        Err(error @ FrontError::Worker { .. }) => Err(error),
+        Err(error) => Err(again(error)),
+    }
 }
 
-/// What the front does.
+/// Ends this process so that another one replaces it, which may have more memory, or a free descriptor.
+fn again(error: FrontError) -> FrontError {
+    match std::error::Error::source(&error) {
+        Some(source) => log!("{error}: {source}; another front takes this one's place"),
+        None => log!("{error}; another front takes this one's place"),
+    }
+    let _ = raise(Signal::SIGABRT);
+    error
+}
+
+/// The task of the front.
 #[derive(Debug, Clone, Copy)]
 struct Work<'a> {
     build: &'a Build,
@@ -155,37 +216,38 @@ struct Work<'a> {
 
 struct Entry {
     note: Vec<u8>,
-    fds: Vec<Rc<OwnedFd>>,
+    fds: Vec<Rc<Stored>>,
 }
 
 struct Front<'a> {
     work: Work<'a>,
-    /// What the next front must know.
+    /// The journal of the state that the next front needs.
     journal: Journal,
-    /// Identifies this front, and those that take its place after a kill or a reload, among earlier and later ones.
+    /// The identity of this front, and of those that continue it after a kill or a reload. Others have another one.
     identity: String,
-    /// Number of reloads, and why the last one changed nothing, if so.
+    /// The number of reloads, and why the last one did not replace the front; empty: it did.
     reloads: (u32, String),
     epoll: Epoll,
     signals: SignalFd,
     worker: Option<Worker>,
-    /// When the next worker is to be started.
+    /// Killed workers that have not ended, and have been replaced.
+    stuck: Vec<Child>,
+    /// The time at which the next worker is started.
     due: Option<Instant>,
-    /// When connections without a link are linked again, if the worker is still running.
+    /// The time at which connections without a link are linked again, if the worker is still running.
     relink: Option<Instant>,
     back_off: BackOff,
     was_ready: bool,
     ending: bool,
     replacing: bool,
     kept: BTreeMap<String, Entry>,
-    /// FIFOs that the front before has opened and not recorded.
-    loose: Loose,
-    listener: Option<Rc<OwnedFd>>,
-    /// When accepting is resumed after a lack of descriptors.
+    files: Files,
+    listener: Option<Rc<Stored>>,
+    /// The time at which accepting is resumed after a lack of descriptors.
     accept_again: Option<Instant>,
-    /// The lack of descriptors was logged.
+    /// Whether the lack of descriptors was logged.
     starved: bool,
-    /// Some requests are suspects: they are sent one by one.
+    /// Whether some requests are suspects, which are sent one by one.
     suspects: bool,
     trial: Option<Trial>,
     connections: BTreeMap<u64, Linked>,
@@ -194,7 +256,7 @@ struct Front<'a> {
     scratch: Box<[u8]>,
 }
 
-/// A suspect that was sent to the worker.
+/// A suspect request that was sent to the worker.
 struct Trial {
     connection: u64,
     request: u32,
@@ -208,27 +270,18 @@ struct Linked {
 }
 
 impl<'a> Front<'a> {
-    /// Makes a front without connections, entries and worker.
-    fn new(work: Work<'a>, journal: Journal) -> Result<Self, FrontError> {
-        let mask = holder::signals();
-        let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
-            .map_err(system("watch signals"))?;
-        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("watch files"))?;
-        epoll
-            .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
-            .map_err(system("watch signals"))?;
-        // A container's streams need up to six files, a connection four.
-        if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
-            let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
-        }
+    /// Creates a front without connections, entries and worker.
+    fn new(work: Work<'a>, journal: Journal, identity: String) -> Result<Self, FrontError> {
+        let (epoll, signals) = Self::events()?;
         Ok(Self {
             work,
             journal,
-            identity: String::new(),
+            identity,
             reloads: (0, String::new()),
             epoll,
             signals,
             worker: None,
+            stuck: Vec::new(),
             due: Some(Instant::now()),
             relink: None,
             back_off: BackOff::default(),
@@ -236,11 +289,11 @@ impl<'a> Front<'a> {
             ending: false,
             replacing: false,
             kept: BTreeMap::new(),
-            loose: Loose::default(),
+            files: Files::default(),
             listener: None,
             accept_again: None,
             starved: false,
-            // Requests that workers have died with are sent one by one.
+            // Requests with which workers have died are sent one by one.
             suspects: true,
             trial: None,
             connections: BTreeMap::new(),
@@ -250,7 +303,19 @@ impl<'a> Front<'a> {
         })
     }
 
-    /// Returns the exit code.
+    fn events() -> Result<(Epoll, SignalFd), FrontError> {
+        at("the front watches signals", "watch signals")?;
+        let flags = SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC;
+        let signals = SignalFd::with_flags(&signals(), flags).map_err(system("watch signals"))?;
+        at("the front watches files", "watch files")?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("watch files"))?;
+        epoll
+            .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
+            .map_err(system("watch signals"))?;
+        Ok((epoll, signals))
+    }
+
+    /// Runs the loop; returns the exit code.
     fn run(&mut self) -> Result<u8, FrontError> {
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
@@ -271,28 +336,36 @@ impl<'a> Front<'a> {
                     connection => self.serve(connection / 2, connection % 2 == 1, event.events()),
                 }
             }
+            if signalled {
+                self.stuck.retain_mut(|worker| matches!(worker.try_wait(), Ok(None)));
+            }
             if signalled
                 && let Some(status) = self.worker.as_mut().and_then(Worker::ended)
-                && let Some(code) = self.worker_ended(status)
+                && let Some(code) = self.worker_ended(Some(status))
             {
                 return Ok(code);
             }
-            self.do_what_is_due()?;
+            if let Some(code) = self.do_what_is_due()? {
+                return Ok(code);
+            }
             if self.suspects {
                 self.send_suspect();
             }
-            if self.ending && self.worker.is_none() {
+            // The worker of an earlier front was killed with that front.
+            if self.ending && self.worker.as_ref().is_none_or(Worker::is_orphan) {
                 return Ok(0);
             }
-            if self.journal.is_long()
-                && let Err(error) = self.journal.shorten()
-            {
-                log!("cannot shorten the journal in memory: {error}");
+            if self.journal.is_long() {
+                self.files.tidy();
+                if let Err(error) = self.journal.shorten() {
+                    log!("cannot shorten the journal in memory: {error}");
+                }
             }
         }
     }
 
-    fn do_what_is_due(&mut self) -> Result<(), FrontError> {
+    /// Does the work that is due; returns an exit code if the front must exit.
+    fn do_what_is_due(&mut self) -> Result<Option<u8>, FrontError> {
         let now = Instant::now();
         if !self.ending && self.due.is_some_and(|due| due <= now) {
             self.due = None;
@@ -318,14 +391,21 @@ impl<'a> Front<'a> {
         if self.pulse().is_some_and(|pulse| pulse.due <= now) {
             self.ping_worker();
         }
-        self.loose.drop_at(now);
-        Ok(())
+        if let Some(worker) =
+            self.worker.as_mut().filter(|worker| worker.look().is_some_and(|look| look <= now))
+            && worker.is_stuck()
+        {
+            log!("another worker takes its place beside it");
+            return Ok(self.worker_ended(None));
+        }
+        Ok(None)
     }
 
     fn timeout(&self) -> EpollTimeout {
         let pulse = self.worker.as_ref().and_then(|worker| worker.pulse.as_ref()).map(|pulse| pulse.due);
         let trial = self.trial.as_ref().map(|trial| trial.until);
-        let dues = [self.due, self.relink, self.accept_again, self.loose.until(), pulse, trial];
+        let look = self.worker.as_ref().and_then(Worker::look);
+        let dues = [self.due, self.relink, self.accept_again, pulse, trial, look];
         let Some(due) = dues.into_iter().flatten().min() else { return EpollTimeout::NONE };
         // Rounded up, to avoid spinning during the last millisecond.
         let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
@@ -336,13 +416,13 @@ impl<'a> Front<'a> {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
                 Ok(Ok(Signal::SIGTERM | Signal::SIGINT)) => {
-                    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+                    store::tell("STOPPING=1");
                     self.ending = true;
                 }
                 Ok(Ok(Signal::SIGHUP)) => self.replacing = true,
                 _ => continue,
             }
-            if let Some(worker) = &self.worker {
+            if let Some(worker) = &mut self.worker {
                 worker.signal(Signal::SIGTERM);
             }
         }

@@ -2,15 +2,15 @@
 
 use std::{
     io, mem,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd, RawFd},
     process::ExitStatus,
     rc::Rc,
-    slice,
     time::{Duration, Instant},
 };
 
 use nix::{
-    fcntl::{OFlag, open},
+    errno::Errno,
+    fcntl::{FcntlArg, OFlag, fcntl, open},
     sys::{
         epoll::{EpollEvent, EpollFlags},
         signal::Signal,
@@ -18,14 +18,13 @@ use nix::{
     },
 };
 use sandboxer_base::failpoint::pass;
-use sd_notify::NotifyState;
 
 use crate::{
     connection::Side,
     control::{self, ANSWERS_PINGS, FOR_READING, Kind, Message, RELOADS, TASK_LISTENER},
-    holder::UPGRADE,
     journal::Record,
     log::log,
+    store::{self, Reserved, Stored},
     worker::{Pulse, Worker},
 };
 
@@ -34,10 +33,14 @@ use super::{CONTROL, Entry, Front};
 impl Front<'_> {
     pub(super) fn start_worker(&mut self) -> io::Result<()> {
         let (control, theirs) = control::pair()?;
+        let control = Stored::new(control);
         self.journal.add(&Record::Worker(Some(control.as_raw_fd())));
         let started = Worker::start(self.work.program, self.work.arguments, &theirs);
         let mut worker = match started {
-            Ok(child) => Worker::new(child, control),
+            Ok(child) => {
+                self.journal.add(&Record::Process(child.id()));
+                Worker::new(child, control)
+            }
             Err(error) => {
                 self.journal.add(&Record::Worker(None));
                 return Err(error);
@@ -61,7 +64,7 @@ impl Front<'_> {
         self.worker.as_mut()?.pulse.as_mut()
     }
 
-    /// Sends the worker a ping; kills a worker that has not responded for too long, which is then replaced.
+    /// Sends the worker a ping. Kills a worker that has not responded for too long, which is then replaced.
     pub(super) fn ping_worker(&mut self) {
         let silence = self.work.silence;
         let Some(worker) = &mut self.worker else { return };
@@ -72,7 +75,6 @@ impl Front<'_> {
             return self.watch_worker();
         }
         log!("worker has not responded for {silence:?}; killing and replacing it");
-        worker.pulse = None;
         worker.signal(Signal::SIGKILL);
     }
 
@@ -83,12 +85,18 @@ impl Front<'_> {
             match control::peek(worker.control()) {
                 Ok(Some(message)) => self.handle_next(message),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return self.watch_worker(),
+                Ok(None) if worker.is_orphan() => {
+                    // All of the worker's descriptors are closed, so it has ended. If the front must end, too, its loop
+                    // does that.
+                    let _ = self.worker_ended(None);
+                    return;
+                }
                 Ok(None) => {
-                    // It is exiting, or has failed: in both cases it is replaced.
+                    // The worker is exiting or has failed. In both cases it is replaced.
                     let _ = self.epoll.delete(worker.control());
                     return worker.signal(Signal::SIGKILL);
                 }
-                // It exited before it read everything; its own last messages follow.
+                // The worker exited before it read everything; its own last messages follow.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
                 Err(error) => {
                     log!("cannot parse a message of the worker: {error}");
@@ -98,8 +106,8 @@ impl Front<'_> {
         }
     }
 
-    /// Handles a message of the worker that has been looked at, then takes it from the socket: a front that is killed in between has it
-    /// handled twice, which is the same as once.
+    /// Handles a message of the worker that was peeked at, then removes it from the socket. If the front is killed in
+    /// between, the message is handled twice, which has the same effect as once.
     fn handle_next(&mut self, message: Message) {
         self.handle(message);
         pass(format_args!("the front has handled a message"));
@@ -119,8 +127,8 @@ impl Front<'_> {
     pub(super) fn handle(&mut self, Message { kind, key, note, fds }: Message) {
         match kind {
             Kind::Keep => {
-                self.record_kept(&key, &note, &fds);
-                let fds: Vec<_> = fds.into_iter().map(Rc::new).collect();
+                let fds: Vec<_> = fds.into_iter().map(|fd| self.files.store(fd)).collect();
+                self.record_kept(&key, &note, fds.iter().map(AsRawFd::as_raw_fd).collect());
                 if let Some(listener) = fds.first().filter(|_| key.starts_with(TASK_LISTENER)) {
                     self.listen(listener.clone());
                 }
@@ -134,14 +142,13 @@ impl Front<'_> {
             }
             Kind::Open => self.open(key, note, fds),
             Kind::Ready => {
-                if let Some(worker) = &mut self.worker {
-                    worker.ready = Some(Instant::now());
-                    worker.pulse = (note == ANSWERS_PINGS).then(|| Pulse::new(self.work.silence));
-                }
                 if !mem::replace(&mut self.was_ready, true) {
                     self.journal.add(&Record::Ready);
-                    let _ = sd_notify::notify(&[NotifyState::Ready]);
+                    store::tell("READY=1");
                 }
+                let Some(worker) = self.worker.as_mut().filter(|worker| !worker.is_orphan()) else { return };
+                worker.ready = Some(Instant::now());
+                worker.pulse = (note == ANSWERS_PINGS).then(|| Pulse::new(self.work.silence));
                 let all: Vec<_> = self.connections.keys().copied().collect();
                 all.into_iter().for_each(|number| self.link(number));
             }
@@ -155,22 +162,12 @@ impl Front<'_> {
     }
 
     /// Opens a FIFO, keeps it, and responds with it.
-    pub(super) fn open(&mut self, key: String, note: Vec<u8>, fds: Vec<OwnedFd>) {
+    fn open(&mut self, key: String, note: Vec<u8>, fds: Vec<OwnedFd>) {
         let Ok([named, answer]) = <[OwnedFd; 2]>::try_from(fds) else { return };
         let mut flags = OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         flags.insert(if note == FOR_READING { OFlag::O_RDONLY } else { OFlag::O_RDWR });
-        let opened = self.loose.take(&named, flags).map_or_else(
-            || open(format!("/proc/self/fd/{}", named.as_raw_fd()).as_str(), flags, Mode::empty()),
-            Ok,
-        );
-        let sent = match opened {
-            Ok(opened) => {
-                pass(format_args!("the front has opened a FIFO"));
-                self.record_kept(&key, &note, slice::from_ref(&opened));
-                let opened = Rc::new(opened);
-                self.kept.insert(key, Entry { note, fds: vec![opened.clone()] });
-                control::send(answer.as_fd(), Kind::Kept, "", &[], &[opened.as_fd()])
-            }
+        let sent = match self.opened(key, note, &named, flags) {
+            Ok(opened) => control::send(answer.as_fd(), Kind::Kept, "", &[], &[opened.as_fd()]),
             Err(error) => {
                 let number = (error as i32).to_string();
                 control::send(answer.as_fd(), Kind::Kept, "", number.as_bytes(), &[])
@@ -181,14 +178,56 @@ impl Front<'_> {
         }
     }
 
-    fn record_kept(&mut self, key: &str, note: &[u8], fds: &[OwnedFd]) {
-        let fds = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    /// Returns the FIFO that `named` refers to. It is recorded before it is opened: if this process is killed
+    /// meanwhile, the next one has it under its key. A FIFO that is kept under the key is not opened again: the process
+    /// at the other end must not see it closed.
+    fn opened(
+        &mut self,
+        key: String,
+        note: Vec<u8>,
+        named: &OwnedFd,
+        flags: OFlag,
+    ) -> Result<Rc<Stored>, Errno> {
+        let wanted = |known: &Rc<Stored>| {
+            fcntl(known, FcntlArg::F_GETFL).is_ok_and(|open| {
+                OFlag::from_bits_truncate(open) & OFlag::O_ACCMODE == flags & OFlag::O_ACCMODE
+            })
+        };
+        let mut kept = self.kept.get(&key).into_iter().flat_map(|entry| &entry.fds);
+        if let Some(known) = self.files.of(named).find(|known| kept.any(|kept| Rc::ptr_eq(kept, known)))
+            && wanted(&known)
+        {
+            return Ok(known);
+        }
+        let number =
+            Reserved::new().map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or_default()))?;
+        self.record_kept(&key, &note, vec![number.as_raw_fd()]);
+        pass(format_args!("the front is about to open a FIFO"));
+        let path = format!("/proc/self/fd/{}", named.as_raw_fd());
+        let opened = number.fill(|| open(path.as_str(), flags, Mode::empty()));
+        pass(format_args!("the front has opened a FIFO"));
+        match opened {
+            Ok(opened) => {
+                let opened = self.files.add(opened);
+                self.kept.insert(key, Entry { note, fds: vec![opened.clone()] });
+                Ok(opened)
+            }
+            Err(error) => {
+                self.journal.add(&Record::Forgotten(key.clone()));
+                self.kept.remove(&key);
+                Err(error)
+            }
+        }
+    }
+
+    fn record_kept(&mut self, key: &str, note: &[u8], fds: Vec<RawFd>) {
         self.journal.add(&Record::Kept { key: key.to_owned(), note: note.to_vec(), fds });
     }
 
-    /// Handles the worker's exit. Returns an exit code if the front is to exit as well.
-    pub(super) fn worker_ended(&mut self, status: ExitStatus) -> Option<u8> {
-        // Its last messages are still valid.
+    /// Handles the worker's exit. Without a status, the worker was the child of an earlier front, or counts as gone.
+    /// Returns an exit code if the front must exit as well.
+    pub(super) fn worker_ended(&mut self, status: Option<ExitStatus>) -> Option<u8> {
+        // The worker's last messages are still valid.
         while let Some(worker) = &self.worker {
             match control::peek(worker.control()) {
                 Ok(Some(message)) => self.handle_next(message),
@@ -199,6 +238,12 @@ impl Front<'_> {
         }
         self.journal.add(&Record::Worker(None));
         let worker = self.worker.take()?;
+        let (ready, orphan) = (worker.ready, worker.is_orphan());
+        let _ = self.epoll.delete(worker.control());
+        if status.is_none() {
+            // A child is reaped when it ends after all.
+            self.stuck.extend(worker.into_child());
+        }
         self.relink = None;
         self.trial = None;
         self.suspects = true;
@@ -213,17 +258,22 @@ impl Front<'_> {
         if self.ending {
             return Some(0);
         }
-        if let Some(code) = status.code().filter(|code| *code != 0 && !self.was_ready) {
-            return Some(u8::try_from(code).ok().filter(|code| *code != UPGRADE).unwrap_or(1));
+        if let Some(code) =
+            status.and_then(|status| status.code()).filter(|code| *code != 0 && !self.was_ready)
+        {
+            return Some(u8::try_from(code).unwrap_or(1));
         }
-        let pause = match mem::take(&mut self.replacing) {
-            true if self.can_upgrade() => return Some(UPGRADE),
-            true => Duration::ZERO,
-            false => {
-                let pause = self.back_off.after(worker.ready.map(|since| since.elapsed()));
-                log!("worker exited ({status}); starting the next one in {pause:?}");
-                pause
+        let pause = if mem::take(&mut self.replacing) {
+            self.upgrade();
+            Duration::ZERO
+        } else {
+            let pause = self.back_off.after(ready.map(|since| since.elapsed()));
+            match status {
+                Some(status) => log!("worker exited ({status}); starting the next one in {pause:?}"),
+                None if orphan => log!("the worker of the front before has ended; starting the next one"),
+                None => {}
             }
+            pause
         };
         self.due = Some(Instant::now() + pause);
         None

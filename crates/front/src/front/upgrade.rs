@@ -1,6 +1,9 @@
-//! The front's replacement by another build, in the holder's process: the journal and all other descriptors stay open.
+//! The front's replacement by another build, in the same process: the journal and all other descriptors stay open.
 
 use std::{
+    convert::Infallible,
+    env,
+    ffi::OsString,
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
@@ -15,20 +18,23 @@ use nix::{
     libc,
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::signal::{SigSet, SigmaskHow, sigprocmask},
+    unistd::execve,
 };
 use sandboxer_base::failpoint::pass;
 
 use super::Front;
 use crate::{
-    holder::dies_with,
     journal::{Held, Record},
+    keeper::strings,
     log::log,
+    store::{self, LOTS},
+    worker::dies_with,
 };
 
-/// Most time for a new build to read the journal. Requests wait meanwhile.
+/// The most time for a new build to read the journal. Requests wait meanwhile.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why the front stays as it is.
+/// The reason why the front was not replaced.
 #[derive(Debug, thiserror::Error)]
 enum UpgradeError {
     #[error("cannot {0}: {1}")]
@@ -40,37 +46,53 @@ enum UpgradeError {
 }
 
 impl Front<'_> {
-    /// Prepares for the build that is installed now, which the holder executes when this process exits. Returns whether that build takes
-    /// the state; if not, it has cost nothing. To be called while there is no worker.
-    pub(super) fn can_upgrade(&mut self) -> bool {
-        let Err(error) = self.prepare() else { return true };
+    /// Executes the installed build, which continues with this process's state. If the build refuses that, nothing has
+    /// changed, and this function returns. Must be called while there is no worker.
+    pub(super) fn upgrade(&mut self) {
+        let Err(error) = self.execute();
         let program = &self.work.build.program;
         log!("the front stays as it is, {program:?} cannot take its place: {error}");
         self.reloaded(format!("{program:?} cannot take the place of the front: {error}"));
-        false
     }
 
-    /// Records how a reload has ended; empty: the front was replaced.
+    /// Records the result of a reload: why the front was not replaced; empty: it was.
     pub(super) fn reloaded(&mut self, stayed: String) {
         self.journal.add(&Record::Reloaded(stayed.clone()));
         self.reloads = (self.reloads.0 + 1, stayed);
     }
 
-    fn prepare(&mut self) -> Result<(), UpgradeError> {
+    fn execute(&mut self) -> Result<Infallible, UpgradeError> {
         let failed = |action| move |error: io::Error| UpgradeError::System(action, error);
         self.journal.shorten().map_err(failed("write the journal"))?;
         pass(format_args!("the front has shortened its journal"));
         self.check()?;
         let bytes = self.journal.file().content().map_err(failed("read the journal"))?;
         let held = Held::of(&bytes).map_err(|error| failed("read the journal")(io::Error::other(error)))?;
-        for fd in held.descriptors().chain([self.journal.file().as_raw_fd()]) {
-            // SAFETY: it is open: the journal names no descriptor that is not.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty()))
-                .map_err(|error| failed("pass a descriptor on")(error.into()))?;
-        }
+        let journal = self.journal.file().as_raw_fd();
+        let (lots, of_lots) = store::pass_on();
+        let all: Vec<_> = held.descriptors().chain([journal]).chain(of_lots).collect();
+        let inherit = |flags| {
+            for fd in &all {
+                // SAFETY: the descriptor is open: the journal names only open descriptors.
+                let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
+                fcntl(fd, FcntlArg::F_SETFD(flags))
+                    .map_err(|error| failed("pass a descriptor on")(error.into()))?;
+            }
+            Ok(())
+        };
+        inherit(FdFlag::empty())?;
         pass(format_args!("the front is about to be replaced"));
-        Ok(())
+        let build = &self.work.build;
+        let number = OsString::from(journal.to_string());
+        let words = [build.program.clone().into(), build.resume.clone(), number].into_iter();
+        let others = env::vars_os().filter(|(name, _)| name != LOTS).chain([(LOTS.into(), lots.into())]);
+        let environment = others.map(|(name, value)| [name, value].join("=".as_ref()));
+        let texts = strings(words.chain(build.arguments.iter().cloned()));
+        let texts = texts.and_then(|words| Ok((words, strings(environment)?)));
+        // Blocked signals stay blocked, and pending ones pending.
+        let executed = texts.and_then(|(words, environment)| Ok(execve(&words[0], &words, &environment)?));
+        inherit(FdFlag::FD_CLOEXEC)?;
+        executed.map_err(failed("execute it"))
     }
 
     /// Makes the new build read the journal, in another process.
@@ -104,7 +126,7 @@ fn ends_within(child: u32, limit: Duration) -> io::Result<bool> {
     // SAFETY: the call takes two numbers; the kernel returns a new descriptor or -1.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child, 0) };
     let fd = RawFd::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
-    // SAFETY: the kernel has just created it.
+    // SAFETY: the kernel has just created the descriptor.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
     Ok(poll(&mut [PollFd::new(fd.as_fd(), PollFlags::POLLIN)], limit)? > 0)

@@ -1,10 +1,11 @@
-//! What the front's successor must know: after the front was killed, or when another build takes its place.
+//! The journal: the state that the front's successor needs, after the front was killed or replaced by another build.
 //!
-//! It is in a file in memory, which survives the front like all its descriptors (see [`crate::holder`]). The front only appends to it,
-//! before it acts on what it has recorded. Now and then a shorter file with the same state takes its place, at the same descriptor.
+//! The journal is a file in memory, which survives the front like all its descriptors (see [`crate::store`]). The front
+//! only appends to it, and acts on a record only after writing it. Now and then a shorter file with the same state
+//! replaces it at the same descriptor, as the next generation.
 //!
 //! ```text
-//! "sbxfront" │ version u32 │ 0 u32 │ connection that is read u64 │ records        (big-endian)
+//! "sbxfront" │ version u32 │ generation u32 │ connection that is read u64 │ records        (big-endian)
 //! ```
 
 mod record;
@@ -12,7 +13,7 @@ mod record;
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, RawFd},
 };
 
 use nix::{
@@ -22,96 +23,105 @@ use nix::{
 };
 use sandboxer_base::failpoint::pass;
 
-use crate::{control::TASK_LISTENER, log::log, memory_file::MemoryFile};
+use crate::{control::TASK_LISTENER, log::log, memory_file::MemoryFile, store::Stored};
 
 use record::Rest;
 pub use record::{Basics, HeldConnection, HeldRequest, JournalError, Record};
 
-/// First bytes of a journal.
+/// The first bytes of a journal.
 const MAGIC: &[u8; 8] = b"sbxfront";
-/// Version of this format. It grows when an older reader would misunderstand the state, not for added fields or records.
+/// The version of this format. It is incremented when an older reader would misunderstand the state, not for added
+/// fields or records.
 const VERSION: u32 = 1;
-/// Where the number of the connection is whose bytes may be in the pipe.
+/// The offset of the generation.
+const GENERATION: usize = 12;
+/// The offset of the number of the connection whose bytes may be in the pipe.
 const READING: usize = 16;
-/// Where the records begin.
+/// The offset of the records.
 const RECORDS: usize = 24;
-/// A journal is replaced by a shorter one when it has this length, and four times the length that it had at first.
+/// The generation of a front's first journal. A build whose front was not stored wrote 0.
+const FIRST: u32 = 1;
+/// The length, bytes, from which a journal is replaced by a shorter one, if it is also four times as long as at first.
 const LONG: u64 = 64 << 10;
 
 /// The journal of a running front.
 #[derive(Debug)]
 pub struct Journal {
     file: MemoryFile,
+    generation: u32,
     end: u64,
-    /// Length that it had at first.
+    /// The length that the journal had at first, bytes.
     least: u64,
     reading: u64,
     pipe: Pipe,
 }
 
-/// The pipe through which all requests come, on their way from a connection to that connection's file.
+/// The pipe through which all requests pass from a connection to that connection's file.
 #[derive(Debug)]
 pub struct Pipe {
-    /// Its end for reading.
-    pub read: OwnedFd,
-    /// Its end for writing.
-    pub write: OwnedFd,
+    /// The end for reading.
+    pub read: Stored,
+    /// The end for writing.
+    pub write: Stored,
 }
 
-/// The state that a journal tells.
+/// The state that is recorded in a journal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Held {
-    /// All that is not in the other fields.
+    /// The part of the state that is in no other field.
     pub basics: Basics,
     /// The connection whose bytes may be in the pipe.
     pub reading: u64,
     /// The control socket of a worker that may be alive.
     pub worker: Option<RawFd>,
-    /// Key of the entry whose first descriptor is the task listener; empty: none.
+    /// The process ID of that worker.
+    pub process: Option<u32>,
+    /// The key of the entry whose first descriptor is the task listener; empty: there is none.
     pub listener: String,
-    /// What workers keep here.
+    /// The entries that workers keep at the front.
     pub entries: BTreeMap<String, HeldEntry>,
-    /// Task connections.
+    /// The task connections.
     pub connections: BTreeMap<u64, HeldConnection>,
+    /// The journal's generation.
+    pub generation: u32,
+    /// The offset of the end of the last whole record.
+    pub end: u64,
 }
 
-/// What a worker keeps at the front under a key.
+/// An entry that a worker keeps at the front under a key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldEntry {
-    /// Data of the worker.
+    /// The worker's data.
     pub note: Vec<u8>,
-    /// Its descriptors.
+    /// The descriptors of the entry.
     pub fds: Vec<RawFd>,
 }
 
 impl Journal {
-    /// Makes the journal of a new front.
+    /// Creates the journal of a new front.
     pub fn create(identity: String) -> io::Result<Self> {
         let (read, write) = pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
-        let pipe = [read.as_raw_fd(), write.as_raw_fd()];
-        let basics = Basics { identity, next_request: 1, pipe, ..Basics::default() };
-        let (file, end) = written(0, &[Record::Front(basics)])?;
-        Ok(Self { file, end, least: end, reading: 0, pipe: Pipe { read, write } })
+        let pipe = Pipe { read: Stored::new(read), write: Stored::new(write) };
+        let ends = [pipe.read.as_raw_fd(), pipe.write.as_raw_fd()];
+        let basics = Basics { identity, next_request: 1, pipe: ends, ..Basics::default() };
+        let (mut file, end) = written(FIRST, 0, &[Record::Front(basics)])?;
+        file.store_journal(FIRST);
+        Ok(Self { file, generation: FIRST, end, least: end, reading: 0, pipe })
     }
 
-    /// Goes on with a journal that tells this state.
-    ///
-    /// # Safety
-    ///
-    /// The descriptors of the pipe are open, and nothing else in this process owns them.
-    pub unsafe fn reopen(file: MemoryFile, held: &Held) -> io::Result<Self> {
-        // SAFETY: the caller says so.
-        let [read, write] = held.basics.pipe.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-        let end = file.length()?;
-        Ok(Self { file, end, least: end, reading: held.reading, pipe: Pipe { read, write } })
+    /// Continues a journal with this state, behind its last whole record.
+    pub fn reopen(file: MemoryFile, held: &Held, pipe: Pipe) -> io::Result<Self> {
+        let (end, generation) = (held.end, held.generation);
+        file.cut(end)?;
+        Ok(Self { file, generation, end, least: end, reading: held.reading, pipe })
     }
 
-    /// Returns its file.
+    /// Returns the journal's file.
     pub fn file(&self) -> &MemoryFile {
         &self.file
     }
 
-    /// Adds a record: before what it tells is done, but after what it names exists.
+    /// Adds a record, before the recorded action is done, but after the objects that it names exist.
     pub fn add(&mut self, record: &Record) {
         let mut bytes = Vec::new();
         record.write(&mut bytes);
@@ -130,7 +140,7 @@ impl Journal {
         &self.pipe
     }
 
-    /// Returns the pipe, which must be empty, for bytes of this connection.
+    /// Returns the pipe, which must be empty, for the bytes of this connection.
     pub fn pipe_of(&mut self, connection: u64) -> &Pipe {
         if self.reading != connection {
             self.write(&connection.to_be_bytes(), READING as u64);
@@ -139,8 +149,8 @@ impl Journal {
         &self.pipe
     }
 
-    /// Writes to its file. A front that cannot record what it does must not do it: it ends, and the next one goes on from what is
-    /// recorded, later and perhaps with more memory.
+    /// Writes to the journal's file. A front that cannot record an action must not do it: it ends, and the next one
+    /// continues from the recorded state, later and perhaps with more memory.
     fn write(&self, bytes: &[u8], at: u64) {
         if let Err(error) = self.file.write(bytes, at) {
             log!(
@@ -150,24 +160,28 @@ impl Journal {
         }
     }
 
-    /// Returns whether most of it is out of date.
+    /// Returns whether most of the journal is out of date.
     pub fn is_long(&self) -> bool {
         self.end > LONG && self.end > 4 * self.least
     }
 
-    /// Replaces all records, at once, by those that tell the state as it is.
+    /// Replaces all records atomically by records of the current state.
     pub fn shorten(&mut self) -> io::Result<()> {
         let held = Held::of(&self.file.content()?).map_err(io::Error::other)?;
-        let (file, end) = written(self.reading, &held.records())?;
-        self.file.replace(&file)?;
-        (self.end, self.least) = (end, end);
+        let generation = self.generation.wrapping_add(1).max(FIRST);
+        let (mut file, end) = written(generation, self.reading, &held.records())?;
+        file.store_journal(generation);
+        pass(format_args!("the front has two journals"));
+        self.file.replace(file)?;
+        (self.end, self.least, self.generation) = (end, end, generation);
         Ok(())
     }
 }
 
-/// Makes a journal's file; returns it with its length.
-fn written(reading: u64, records: &[Record]) -> io::Result<(MemoryFile, u64)> {
-    let mut bytes = [MAGIC.as_slice(), &VERSION.to_be_bytes(), &[0; 4], &reading.to_be_bytes()].concat();
+/// Creates a journal's file, which is not in the store yet; returns it with its length.
+fn written(generation: u32, reading: u64, records: &[Record]) -> io::Result<(MemoryFile, u64)> {
+    let mut bytes = [MAGIC.as_slice(), &VERSION.to_be_bytes(), &generation.to_be_bytes()].concat();
+    bytes.extend(reading.to_be_bytes());
     records.iter().for_each(|record| record.write(&mut bytes));
     let file = MemoryFile::create()?;
     file.write(&bytes, 0)?;
@@ -184,9 +198,11 @@ impl Held {
         }
         let reading = bytes.get(READING..RECORDS).and_then(<[u8]>::first_chunk);
         let reading = u64::from_be_bytes(*reading.ok_or(JournalError::Damaged("it ends too early"))?);
-        let (mut held, mut rest) = (Self { reading, ..Self::default() }, Rest(&bytes[RECORDS..]));
-        // The last record may be incomplete: the front was killed while it wrote it, and has not acted on it.
+        let generation = Rest(&bytes[GENERATION..]).number()?;
+        let (mut held, mut rest) = (Self { reading, generation, ..Self::default() }, Rest(&bytes[RECORDS..]));
+        // The last record may be incomplete: the front was killed while it wrote the record, and has not acted on it.
         while let Ok(record) = rest.blob() {
+            held.end = (bytes.len() - rest.0.len()) as u64;
             if let Some(record) = Record::read(record)? {
                 held.apply(record);
             }
@@ -208,7 +224,8 @@ impl Held {
                 self.entries.insert(key, HeldEntry { note, fds });
             }
             Record::Forgotten(key) => drop(self.entries.remove(&key)),
-            Record::Worker(control) => self.worker = control,
+            Record::Worker(control) => (self.worker, self.process) = (control, None),
+            Record::Process(process) => self.process = Some(process),
             Record::Connection { id, of } => drop(self.connections.insert(id, of)),
             Record::Closed(id) => drop(self.connections.remove(&id)),
             Record::Request { connection, stream, number } => {
@@ -230,7 +247,31 @@ impl Held {
         }
     }
 
-    /// Returns records that tell this state.
+    /// Drops the entries and connections whose descriptors do not exist according to `there`: they were about to be
+    /// created when the front was killed. Returns records of the removals.
+    pub fn drop_what_is_not(&mut self, there: impl Fn(RawFd) -> bool) -> Result<Vec<Record>, JournalError> {
+        if !self.basics.pipe.into_iter().all(&there) {
+            return Err(JournalError::Damaged("its pipe is not there"));
+        }
+        let mut lost = Vec::new();
+        self.entries.retain(|key, entry| {
+            let whole = entry.fds.iter().copied().all(&there);
+            lost.extend((!whole).then(|| Record::Forgotten(key.clone())));
+            whole
+        });
+        self.connections.retain(|id, connection| {
+            let whole = connection.fds.into_iter().all(&there);
+            lost.extend((!whole).then_some(Record::Closed(*id)));
+            whole
+        });
+        if self.worker.is_some_and(|control| !there(control)) {
+            (self.worker, self.process) = (None, None);
+            lost.push(Record::Worker(None));
+        }
+        Ok(lost)
+    }
+
+    /// Returns records of this state.
     pub fn records(&self) -> Vec<Record> {
         let mut records = vec![Record::Front(self.basics.clone()), Record::Worker(self.worker)];
         let kept = |(key, entry): (&String, &HeldEntry)| Record::Kept {
@@ -238,7 +279,8 @@ impl Held {
             note: entry.note.clone(),
             fds: entry.fds.clone(),
         };
-        // The listener is the last of its kind.
+        records.extend(self.process.map(Record::Process));
+        // The listener comes last of the entries.
         let (listener, others): (Vec<_>, Vec<_>) =
             self.entries.iter().partition(|(key, _)| **key == self.listener);
         records.extend(others.into_iter().chain(listener).map(kept));
@@ -247,7 +289,7 @@ impl Held {
         records
     }
 
-    /// Returns all descriptors that it names.
+    /// Returns all descriptors that the state names.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
         let kept = self.entries.values().flat_map(|entry| entry.fds.iter().copied());
         let connections = self.connections.values().flat_map(|connection| connection.fds);

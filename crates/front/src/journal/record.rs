@@ -1,4 +1,4 @@
-//! Records of the journal: each has its length in front, so a reader skips fields and kinds that it does not know.
+//! Records of the journal. Each has its length in front, so a reader skips fields and kinds that it does not know.
 //!
 //! ```text
 //! length u32 │ kind u8 │ fields                    (big-endian; texts, notes and lists have their length in front)
@@ -8,107 +8,109 @@ use std::{collections::BTreeMap, fmt, os::fd::RawFd};
 
 use super::VERSION;
 
-/// What has happened to the front's state.
+/// A change of the front's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
-    /// All that is not in another record.
+    /// The part of the state that is in no other record.
     Front(Basics),
-    /// A worker was ready, for the first time.
+    /// A worker was ready for the first time.
     Ready,
-    /// A worker keeps this under the key, in place of what was there.
+    /// A worker keeps this under the key, in place of an earlier entry.
     Kept {
-        /// Its key.
+        /// The key of the entry.
         key: String,
-        /// Data of the worker.
+        /// The worker's data.
         note: Vec<u8>,
-        /// Its descriptors.
+        /// The descriptors of the entry.
         fds: Vec<RawFd>,
     },
     /// The entry with the key is removed.
     Forgotten(String),
-    /// The next worker's messages come from this socket; none: that worker has ended.
+    /// The socket from which the next worker's messages come; `None`: that worker has ended.
     Worker(Option<RawFd>),
+    /// The process ID of that worker.
+    Process(u32),
     /// A task connection, or new files for one.
     Connection {
-        /// Its number, which no other connection of this front has.
+        /// The connection's number, which no other connection of this front has.
         id: u64,
-        /// The connection.
+        /// The connection's descriptors and requests.
         of: HeldConnection,
     },
     /// The connection is closed.
     Closed(u64),
-    /// A request has got its number.
+    /// A request got its number.
     Request {
-        /// Its connection.
+        /// The number of the request's connection.
         connection: u64,
-        /// containerd's stream number.
+        /// The stream number in containerd.
         stream: u32,
-        /// The front's number.
+        /// The request's number in the front.
         number: u32,
     },
-    /// So many workers have died with a request.
+    /// Workers have died with a request.
     Deaths {
-        /// The request's connection.
+        /// The number of the request's connection.
         connection: u64,
-        /// containerd's stream number.
+        /// The stream number in containerd.
         stream: u32,
-        /// Number of workers.
+        /// The number of workers.
         deaths: u8,
     },
-    /// A reload has ended, and why the front has stayed as it is, if it has.
+    /// A reload has ended. The text says why the front was not replaced; empty: it was.
     Reloaded(String),
 }
 
-/// The part of the state that is not in other records.
+/// The part of the state that is in no other record.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Basics {
-    /// Identifies the front to its workers.
+    /// The identity of the front, by which its workers recognize it.
     pub identity: String,
-    /// A worker was ready before.
+    /// Whether a worker was ready before.
     pub was_ready: bool,
-    /// Number of the next request.
+    /// The number of the next request.
     pub next_request: u32,
     /// Both ends of the pipe through which all requests come.
     pub pipe: [RawFd; 2],
-    /// Number of reloads.
+    /// The number of reloads.
     pub reloads: u32,
-    /// Why the front has stayed as it was at the last of them; empty: it was replaced.
+    /// Why the last reload did not replace the front; empty: it did.
     pub stayed: String,
 }
 
 /// A task connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldConnection {
-    /// Its socket, what was received from it, and what was answered on it.
+    /// The descriptors of the socket, and of the files with the bytes received from it and the responses to it.
     pub fds: [RawFd; 3],
-    /// Its requests, by containerd's stream number. Some may be answered.
+    /// The requests by containerd's stream number. Some may have been answered.
     pub requests: BTreeMap<u32, HeldRequest>,
 }
 
 /// A request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HeldRequest {
-    /// The front's number for it.
+    /// The request's number in the front.
     pub number: u32,
-    /// Number of workers that have died with it.
+    /// The number of workers that have died with the request.
     pub deaths: u8,
 }
 
 /// Why a journal cannot be read.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JournalError {
-    /// It is something else.
+    /// The file is not a journal.
     #[error("not a journal of a front")]
     Foreign,
-    /// An incompatible build has written it.
+    /// An incompatible build wrote the journal.
     #[error("the journal has version {0}, this build reads version {VERSION}")]
     Version(u32),
-    /// It ends too early, or contradicts itself.
+    /// The journal ends too early, or contradicts itself.
     #[error("the journal is damaged: {0}")]
     Damaged(&'static str),
 }
 
-/// Its kind, for the names of points at which tests kill the front.
+/// Formats the kind of the record, for the names of points at which tests kill the front.
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -118,6 +120,7 @@ impl fmt::Display for Record {
             Self::Forgotten(_) => "the end of an entry",
             Self::Worker(Some(_)) => "a worker",
             Self::Worker(None) => "the end of a worker",
+            Self::Process(_) => "a worker's process",
             Self::Connection { .. } => "a connection",
             Self::Closed(_) => "the end of a connection",
             Self::Request { .. } => "a request",
@@ -140,6 +143,7 @@ impl Record {
             Self::Request { .. } => 8,
             Self::Deaths { .. } => 9,
             Self::Reloaded(_) => 10,
+            Self::Process(_) => 11,
         }
     }
 
@@ -173,11 +177,12 @@ impl Record {
                 bytes.push(*deaths);
             }
             Self::Reloaded(stayed) => blob(&mut bytes, stayed.as_bytes()),
+            Self::Process(process) => number(&mut bytes, *process),
         }
         blob(out, &bytes);
     }
 
-    /// Reads one record, without its length; none if a later build has added its kind.
+    /// Reads one record, without its length; `None` if a later build has added its kind.
     pub fn read(bytes: &[u8]) -> Result<Option<Self>, JournalError> {
         let mut rest = Rest(bytes);
         Ok(Some(match rest.byte()? {
@@ -195,6 +200,7 @@ impl Record {
             8 => Self::Request { connection: rest.long()?, stream: rest.number()?, number: rest.number()? },
             9 => Self::Deaths { connection: rest.long()?, stream: rest.number()?, deaths: rest.byte()? },
             10 => Self::Reloaded(rest.text()?),
+            11 => Self::Process(rest.number()?),
             _ => return Ok(None),
         }))
     }
@@ -250,12 +256,12 @@ fn descriptor(out: &mut Vec<u8>, fd: RawFd) {
 }
 
 fn blob(out: &mut Vec<u8>, bytes: &[u8]) {
-    // Nothing here is longer than a message of a worker.
+    // No item is longer than a message of a worker.
     number(out, bytes.len() as u32);
     out.extend_from_slice(bytes);
 }
 
-/// Bytes that are not read yet.
+/// The bytes that are not read yet.
 pub struct Rest<'a>(pub &'a [u8]);
 
 impl<'a> Rest<'a> {
@@ -285,7 +291,7 @@ impl<'a> Rest<'a> {
         fd.ok_or(JournalError::Damaged("a descriptor is out of range"))
     }
 
-    /// Reads bytes with their length in front.
+    /// Reads bytes that have their length in front.
     pub fn blob(&mut self) -> Result<&'a [u8], JournalError> {
         let length = self.number()?;
         self.take(length as usize)

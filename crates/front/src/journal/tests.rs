@@ -1,6 +1,6 @@
 use super::{record::Rest, *};
 
-/// A journal as this release writes it. It stays as it is: later builds must read it.
+/// A journal as this release writes it. It must not change: later builds must read it.
 const RECORDED: &[u8] = include_bytes!("../../tests/journal-1.bin");
 
 fn state() -> Held {
@@ -18,6 +18,9 @@ fn state() -> Held {
         },
         reading: 8,
         worker: Some(10),
+        process: None,
+        generation: 0,
+        end: RECORDED.len() as u64,
         listener: listener.clone(),
         entries: [
             (listener, entry(b"", &[5])),
@@ -41,7 +44,7 @@ fn state() -> Held {
 
 #[test]
 fn a_recorded_journal_is_read_and_would_be_written_the_same() {
-    let (file, _) = written(8, &state().records()).unwrap();
+    let (file, _) = written(0, 8, &state().records()).unwrap();
     assert_eq!(Held::of(RECORDED).unwrap(), state());
     assert_eq!(file.content().unwrap(), RECORDED);
     let mut fds: Vec<_> = state().descriptors().collect();
@@ -68,6 +71,7 @@ fn what_was_added_is_there_and_what_was_taken_back_is_not() {
         Record::Forgotten("a".into()),
         Record::Ready,
         Record::Worker(Some(40)),
+        Record::Process(41),
         Record::Worker(None),
         Record::Reloaded("why".into()),
     ] {
@@ -75,14 +79,17 @@ fn what_was_added_is_there_and_what_was_taken_back_is_not() {
     }
     journal.pipe_of(8);
     let held = Held::of(&journal.file().content().unwrap()).unwrap();
-    assert_eq!((held.reading, held.worker, held.basics.was_ready), (8, None, true));
+    assert_eq!((held.reading, held.worker, held.process, held.basics.was_ready), (8, None, None, true));
     assert_eq!((held.basics.next_request, held.basics.reloads, held.basics.stayed.as_str()), (9, 1, "why"));
     assert_eq!(held.entries.keys().collect::<Vec<_>>(), ["b"]);
     let requests = BTreeMap::from([(1, HeldRequest { number: 7, deaths: 2 })]);
     assert_eq!(held.connections, BTreeMap::from([(8, HeldConnection { fds: [20, 21, 22], requests })]));
 
+    let before = held.clone();
     journal.shorten().unwrap();
-    assert_eq!(Held::of(&journal.file().content().unwrap()).unwrap(), held);
+    let held = Held::of(&journal.file().content().unwrap()).unwrap();
+    assert!(held.end < before.end);
+    assert_eq!(held, Held { generation: before.generation + 1, end: held.end, ..before });
     journal.add(&Record::Forgotten("b".into()));
     let held = Held::of(&journal.file().content().unwrap()).unwrap();
     assert!(held.entries.is_empty() && held.connections.len() == 1);
@@ -125,17 +132,49 @@ fn records_and_fields_of_a_later_release_are_skipped() {
 #[test]
 fn a_record_that_is_not_whole_has_not_happened_and_damage_is_an_error_or_another_state() {
     for end in 0..RECORDED.len() {
-        // A kill may cut the last record, whatever it is; the first one is there before anything can be killed.
+        // A kill may cut any record that is the last, except the first one, which is written before anything can be
+        // killed.
         let cut = Held::of(&RECORDED[..end]);
         assert!(cut.is_err() || cut.unwrap().basics == state().basics, "{end}");
     }
     for at in 0..RECORDED.len() {
         let mut bytes = RECORDED.to_vec();
         bytes[at] ^= 0xff;
-        // Some changes are other valid states.
+        // Some changes result in other valid states.
         let _ = Held::of(&bytes);
     }
     let later = [MAGIC.as_slice(), &2_u32.to_be_bytes(), &[0; 12]].concat();
     assert_eq!(Held::of(&later), Err(JournalError::Version(2)));
     assert_eq!(Held::of(b"an initramfs"), Err(JournalError::Foreign));
+}
+
+/// The journal of a front that was killed while it wrote a record, and of its successors.
+#[test]
+fn a_journal_whose_last_record_was_cut_is_continued_and_read_again() {
+    let kept = |key: &str| Record::Kept { key: key.into(), note: vec![7; 300], fds: Vec::new() };
+    let mut cut = Vec::new();
+    kept("cut").write(&mut cut);
+    for length in 1..cut.len() {
+        let mut journal = Journal::create("id".into()).unwrap();
+        journal.add(&kept("before"));
+        journal.file.write(&cut[..length], journal.end).unwrap();
+        let held = Held::of(&journal.file.content().unwrap()).unwrap();
+        let mut journal = Journal::reopen(journal.file, &held, journal.pipe).unwrap();
+        (0..3).for_each(|n| journal.add(&kept(&format!("behind {n}"))));
+        let held = Held::of(&journal.file.content().unwrap()).unwrap();
+        assert_eq!(held.entries.len(), 4, "cut after {length} bytes: {:?}", held.entries.keys());
+        journal.shorten().unwrap();
+        assert_eq!(Held::of(&journal.file.content().unwrap()).unwrap().entries, held.entries);
+    }
+}
+
+#[test]
+fn what_was_recorded_and_not_made_is_dropped_and_that_is_recorded() {
+    let mut held = state();
+    let there = |fd: RawFd| ![8, 12, 10].contains(&fd);
+    let lost = held.drop_what_is_not(there).unwrap();
+    let closed = Record::Closed(8);
+    assert_eq!(lost, [Record::Forgotten("exec/c1/e".into()), closed, Record::Worker(None)]);
+    assert_eq!((held.entries.len(), held.connections.len(), held.worker), (2, 1, None));
+    assert!(state().drop_what_is_not(|fd| fd != 3).is_err(), "no front without a pipe");
 }

@@ -14,7 +14,10 @@ use crate::{GuestError, Signal, timing::Reading};
 
 use super::{Agent, is_end};
 
-/// Most readings of a guest's clock for one comparison, and how fast one must be to stop.
+/// The most events in one response: as many as an agent keeps.
+const MAX_EVENTS: usize = 256;
+
+/// The most readings of a guest's clock for one comparison, and how fast one must be to stop.
 const CLOCK_READINGS: usize = 4;
 const QUICK_READING: Duration = Duration::from_millis(2);
 
@@ -30,14 +33,15 @@ impl Agent {
         call!(self, update_pod, self.short(), request).map(drop)
     }
 
-    /// Makes the guest use all CPUs that its VM has. Returns how many it uses, when that are `count` or after some seconds.
+    /// Makes the guest use all CPUs of its VM. Waits until `count` CPUs are online, at most a few seconds; returns the
+    /// number online.
     pub async fn online_cpus(&self, count: u32) -> Result<u32, GuestError> {
         let request = wire::OnlineCpusRequest { count, ..Default::default() };
         call!(self, online_cpus, self.short(), request).map(|answer| answer.online)
     }
 
-    /// Sets the guest's clock from the host's if it is wrong beyond the error of measurement. Returns whether
-    /// to repeat this later: a guest with a clock device does it by itself.
+    /// Sets the guest's clock from the host's if it is wrong by more than the error of measurement. Returns whether to
+    /// repeat this later: a guest with a clock device keeps its clock by itself.
     pub async fn sync_clock(&self) -> Result<bool, GuestError> {
         let mut best: Option<Reading> = None;
         for _ in 0..CLOCK_READINGS {
@@ -81,7 +85,7 @@ impl Agent {
         call!(self, prepare_disk, self.long(), request).map(drop)
     }
 
-    /// Creates a container with a waiting init; returns the init's guest pid.
+    /// Creates a container with a waiting init; returns the init's guest PID.
     pub async fn create_container(
         &self,
         request: wire::CreateContainerRequest,
@@ -107,7 +111,7 @@ impl Agent {
         call!(self, create_exec, self.short(), request).map(drop)
     }
 
-    /// Starts a container's init or an exec; returns its guest pid.
+    /// Starts a container's init or an exec; returns its guest PID.
     pub async fn start_process(
         &self,
         container: &ContainerId,
@@ -136,7 +140,7 @@ impl Agent {
             .map(|answer| answer.exit.into_option().unwrap_or_default())
     }
 
-    /// Sends a signal to a process, or to all of its container.
+    /// Sends a signal to a process, or to all processes of its container.
     pub async fn signal_process(
         &self,
         container: &ContainerId,
@@ -151,7 +155,7 @@ impl Agent {
             request: signal.request.clone(),
             ..Default::default()
         };
-        // With an identifier the agent delivers it once, however often it is requested. A repeated SIGKILL is
+        // The agent delivers a signal with an identifier once, however often it is requested. A repeated SIGKILL is
         // harmless.
         match !signal.request.is_empty() || signal.number == Signal::KILL {
             true => call_again!(self, signal_process, self.short(), self.timeout, request).map(drop),
@@ -195,8 +199,8 @@ impl Agent {
         call_again!(self, read_output, Context::default(), Duration::MAX, request)
     }
 
-    /// Writes input of a process; waits while the process does not read. Returns the offset up to which input
-    /// was written.
+    /// Writes input of a process; waits while the process does not read. Returns the offset up to which input was
+    /// written.
     pub async fn write_input(&self, request: wire::WriteInputRequest) -> Result<u64, GuestError> {
         call_again!(self, write_input, Context::default(), Duration::MAX, request).map(|answer| answer.taken)
     }
@@ -229,7 +233,7 @@ impl Agent {
         call!(self, resume_container, self.short(), request).map(drop)
     }
 
-    /// Lists the guest pids of a container.
+    /// Lists the guest PIDs of a container.
     pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
         let request =
             wire::ListProcessesRequest { container_id: container.to_string(), ..Default::default() };
@@ -242,13 +246,33 @@ impl Agent {
         call_again!(self, stats, self.short(), self.timeout, request)
     }
 
+    /// Waits for OOM kills after the event number `seen`. Returns the container of each kill since then, and the number
+    /// of the last event.
+    pub async fn next_oom_kills(&self, seen: u64) -> Result<(Vec<ContainerId>, u64), GuestError> {
+        let request = wire::NextEventsRequest { after: seen, ..Default::default() };
+        let answer = call_again!(self, next_events, Context::default(), Duration::MAX, request)?;
+        let (mut kills, mut seen) = (Vec::new(), seen);
+        for event in answer.events.iter().take(MAX_EVENTS) {
+            if event.sequence <= seen {
+                continue;
+            }
+            seen = event.sequence;
+            if let Some(wire::event::Kind::Oom(oom)) = &event.kind
+                && let Ok(container) = oom.container_id.parse()
+            {
+                kills.push(container);
+            }
+        }
+        Ok((kills, seen))
+    }
+
     /// Connects to a port of the guest's loopback. Closes connections of another `owner`.
     pub async fn dial(&self, port: u16, owner: u64) -> Result<u64, GuestError> {
         let request = wire::DialRequest { port: port.into(), owner, ..Default::default() };
         call!(self, dial, self.short(), request).map(|answer| answer.connection)
     }
 
-    /// Reads from a connection; waits while there is no data. Empty at the end.
+    /// Reads from a connection; waits while there is no data. The result is empty at the end.
     pub async fn read_connection(&self, connection: u64) -> Result<Vec<u8>, GuestError> {
         let request = wire::ReadConnectionRequest { connection, ..Default::default() };
         call!(self, read_connection, Context::default(), request).map(|answer| answer.data)
@@ -277,15 +301,15 @@ impl Agent {
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Mounts the shares in the guest. Requests use the disk with this serial or, if it is empty, streams
-    /// that begin with `key`. Returns `false` if the agent's version does not support that.
+    /// Mounts the shares in the guest. Requests use the disk with this serial or, if it is empty, streams that begin
+    /// with `key`. Returns `false` if the agent's version does not support that.
     pub async fn mount_shares(&self, disk: &str, key: Option<&LinkKey>) -> Result<bool, GuestError> {
         let key = key.map(|key| key.as_bytes().to_vec()).unwrap_or_default();
         let request = wire::MountSharesRequest { disk: disk.to_owned(), key, ..Default::default() };
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Powers the guest off. A missing response is normal: watch the VM instead.
+    /// Powers the guest off. The response may be missing, so the caller must watch the VM instead.
     pub async fn power_off(&self) {
         let client = self.session.borrow().client.clone();
         let _ = client.power_off(self.short(), &wire::PowerOffRequest::new()).await;

@@ -12,7 +12,7 @@ use ttrpc::context::{Context, with_duration};
 
 use crate::{GuestError, bounds::plain, calls::Calls, error::NOT_READ};
 
-/// Factor of the timeout for creating a container or an exec, which is slow in a slow guest.
+/// The factor of the timeout for creating a container or an exec, which is slow in a slow guest.
 const LONG_CALL: u32 = 6;
 
 /// The sessions with one guest's agent, one after another. Cheap to clone; all clones share them.
@@ -26,11 +26,11 @@ pub struct Agent {
 /// One session.
 #[derive(Clone)]
 struct Session {
-    /// Number of earlier sessions.
+    /// The number of earlier sessions.
     number: u64,
     client: AgentClient<Calls>,
     calls: Calls,
-    /// Another session will be established after its end.
+    /// Whether another session will be established after this one ends.
     followed: bool,
 }
 
@@ -40,7 +40,7 @@ impl std::fmt::Debug for Agent {
     }
 }
 
-/// Makes one call; its error names it.
+/// Makes one call, which its error names.
 macro_rules! call {
     ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
         let session = $self.session.borrow().clone();
@@ -58,14 +58,13 @@ macro_rules! call {
     }};
 }
 
-/// Makes a call that may be repeated: in the next session if its session ends. Waits up to `limit` for that
-/// session.
+/// Makes a call that may be repeated in the next session if its session ends. Waits up to `limit` for that session.
 macro_rules! call_again {
     ($self:ident, $rpc:ident, $deadline:expr, $limit:expr, $request:expr) => {{
         loop {
             let session = $self.session.borrow().clone();
             match call!($self, session, $rpc, $deadline, $request) {
-                // Boxed: it is rare, and these calls wait for long.
+                // The future is boxed: it is rarely needed, and these calls wait for long.
                 Err(error)
                     if is_end(&error) && Box::pin($self.next_session(session.number, $limit)).await => {}
                 answer => break answer.map_err(|error| $self.error(stringify!($rpc), error)),
@@ -93,12 +92,12 @@ impl Agent {
         self.session.send_modify(|session| session.followed = true);
     }
 
-    /// Ends that: calls that wait for another session fail.
+    /// Makes calls that wait for another session fail.
     pub fn give_up(&self) {
         self.session.send_modify(|session| session.followed = false);
     }
 
-    /// Continues with the session of `next`, which was newly established.
+    /// Continues with the session of `next`, which was just established.
     pub fn resume(&self, next: &Self) {
         let next = next.session.borrow().clone();
         self.session.send_modify(|session| {
@@ -106,8 +105,8 @@ impl Agent {
         });
     }
 
-    /// Waits for a session after the one with that number; returns `false` if there will be none, or not
-    /// within `limit`.
+    /// Waits for a session after the one with the number `number`; returns `false` if there will be none, or not within
+    /// `limit`.
     async fn next_session(&self, number: u64, limit: Duration) -> bool {
         let mut session = self.session.subscribe();
         let next = session.wait_for(|session| session.number > number || !session.followed);
@@ -117,8 +116,8 @@ impl Agent {
         }
     }
 
-    /// Waits for the session's end; returns the violation if that was the cause. Otherwise the session ends
-    /// with its VM, or with this daemon, and the next daemon establishes a new one.
+    /// Waits for the session's end; returns the violation if that was the cause. Otherwise the session ends with its VM
+    /// or with this daemon, and the next daemon establishes a new one.
     pub async fn violated(&self) -> Option<GuestError> {
         let calls = self.session.borrow().calls.clone();
         let source = calls.end().await?;
@@ -136,7 +135,7 @@ impl Agent {
         self.timeout * LONG_CALL
     }
 
-    /// Returns an error: `container` has not exited within `limit`.
+    /// Returns the error that `container` has not exited within `limit`.
     pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
         GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
     }

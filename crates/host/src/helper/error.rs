@@ -22,7 +22,7 @@ pub enum HelperError {
         action: &'static str,
         /// The path of the operation.
         path: PathBuf,
-        /// How long the operation was waited for, by this request or an earlier one.
+        /// How long this request or an earlier one waited for the operation.
         waited: Duration,
     },
     /// Too many helpers are waiting.
@@ -38,13 +38,13 @@ pub enum HelperError {
         path: PathBuf,
         /// The limit.
         most: usize,
-        /// "this pod", "this node".
+        /// The scope of the limit: "this pod", "this pod's namespace", "this node".
         whose: &'static str,
     },
     /// The operation failed.
     #[error("{text}")]
     Refused {
-        /// The code of the response.
+        /// The gRPC code of the response.
         code: Code,
         /// The error with its causes.
         text: String,
@@ -67,7 +67,7 @@ pub enum HelperError {
 }
 
 impl HelperError {
-    /// Returns the code of the response.
+    /// Returns the gRPC code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Silent { .. } | Self::TooMany { .. } => Code::DeadlineExceeded,

@@ -1,35 +1,39 @@
-//! Helpers: processes that access paths which may be on remote storage, on behalf of the daemon.
+//! Helpers: processes that, on behalf of the daemon, access paths that may be on remote storage.
 //!
 //! ```text
 //!  pod's task ──request──▶ helper ──▶ path ──▶ NFS, FUSE, a dead disk …
 //!       ◀── DEADLINE_EXCEEDED ──┤ no response in time: killed; a helper that cannot be killed stays, and is counted
 //! ```
 //!
-//! Access to an unresponsive file server blocks, often forever: no signal ends such a wait. So neither the
-//! daemon's own threads access such paths, nor the few threads of its journal. A pod with a hung volume loses
-//! a request; other pods lose nothing.
+//! Access to an unresponsive file server blocks, often forever: no signal ends such a wait. So neither the daemon's own
+//! threads nor the few threads of its journal access such paths. A pod with a hung volume loses a request; other pods
+//! lose nothing.
 //!
-//! Limits: the number of helpers of one pod, and of the node, hung ones included. A request for a path at
-//! which a helper hangs fails at once, so retries cost nothing.
+//! Limits: the number of helpers of one pod, hung ones included, and those of [`places`]. A request for a path at which
+//! a helper hangs fails at once, so retries cost nothing.
 
 mod error;
 mod message;
+mod places;
 mod process;
 mod wire;
 mod work;
 
 use std::{
     collections::HashMap,
+    fmt,
+    fs::File,
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     time::Duration,
 };
 
 use protobuf::Message;
 use sandboxer_protocol::{agent as wire_agent, id::SandboxId};
 use sandboxer_share::attach::{Access, Tree};
+use sandboxer_vmm::DiskFile;
 use serde::de::DeserializeOwned;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit},
@@ -37,36 +41,37 @@ use tokio::{
 };
 
 use self::{
+    places::{FileSystem, Namespace, Places},
     process::{End, Helper, start, start_thread},
     wire::Frame,
     work::Answer,
 };
 use super::{
     rootfs::{Chain, FsType},
-    volume::Bound,
+    volume::{self, Kubelet, Looked},
 };
 
-pub use self::{
-    error::HelperError,
-    work::{Request, serve},
-};
+use self::work::Request;
+pub use self::{error::HelperError, work::serve};
 
 /// The option that runs the daemon's program as a helper, with its socket as standard input.
 pub const OPTION: &str = "path-helper";
 /// Most helpers of one pod, including hung ones.
 const MAX_OF_POD: usize = 4;
-/// Most helpers of the node, including hung ones. Each takes about a MiB.
-const MAX_OF_NODE: usize = 256;
-/// Most helpers that work at once. A helper no longer counts after [`QUICK`]: it waits for storage.
+/// The most helpers that work at once. After [`QUICK`] a helper no longer counts: it waits for storage.
 const WORKING: usize = 8;
-/// Most requests take less than a tenth of it.
+/// A time of which most requests take less than a tenth.
 const QUICK: Duration = Duration::from_millis(200);
-/// Idle helpers that are kept for the next request; they exit after a while.
+/// The number of idle helpers kept for the next request; they exit after a while.
 const KEPT: usize = 2;
 
-/// The helpers of the node. Clones share them.
+/// The helpers of the node, on behalf of one pod. Clones share them.
 #[derive(Debug, Clone)]
-pub struct Helpers(Arc<Inner>);
+pub struct Helpers {
+    inner: Arc<Inner>,
+    /// The properties by which the pod's own paths are recognized.
+    kubelet: Kubelet,
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -75,36 +80,98 @@ struct Inner {
     /// Timeout of most requests.
     limit: Duration,
     working: Semaphore,
-    // Held for look-ups in memory only.
+    namespaces: OnceLock<Namespaces>,
+    // The lock is held for look-ups in memory only.
     state: Mutex<State>,
+}
+
+/// The function that returns the namespace of a pod.
+struct Namespaces(Box<NamespaceOf>);
+
+/// A function that returns the namespace of a pod, if the pod is known.
+type NamespaceOf = dyn Fn(&SandboxId) -> Option<Namespace> + Send + Sync;
+
+impl fmt::Debug for Namespaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Namespaces")
+    }
 }
 
 #[derive(Debug, Default)]
 struct State {
     idle: Vec<Helper>,
-    /// Number of running or hung helpers.
-    running: usize,
+    places: Places,
     /// Each pod's permits, while they are used.
     pods: HashMap<SandboxId, Weak<Semaphore>>,
     /// Paths at which a helper hangs, and since when.
     hung: HashMap<PathBuf, Instant>,
 }
 
+/// The files of a directory that kubelet writes.
+#[derive(Debug)]
+pub enum TreeRead {
+    /// The directory is gone.
+    Gone,
+    /// The directory looks as it did.
+    Same,
+    /// The directory was read.
+    Tree {
+        /// The files.
+        tree: wire_agent::Tree,
+        /// The stamp of the directory; `None`: its appearance does not show whether its files changed.
+        stamp: Option<u64>,
+    },
+}
+
 /// Counts a helper until dropped.
-struct Counted(Helpers);
+struct Counted {
+    helpers: Helpers,
+    namespace: Namespace,
+    hung_at: Option<FileSystem>,
+}
+
+impl Counted {
+    /// Counts the helper as hung from now on.
+    fn hang(&mut self, at: FileSystem) {
+        self.helpers.state().places.hang(&self.namespace, at.clone());
+        self.hung_at = Some(at);
+    }
+}
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.state().running -= 1;
+        self.helpers.state().places.free(&self.namespace, self.hung_at.as_ref());
     }
 }
 
 impl Helpers {
-    /// Creates an empty set. `program` is the daemon's own; without it helpers are threads, which cannot be
-    /// killed. `limit` is the timeout of most requests.
+    /// Creates an empty set, on behalf of no pod. `program` is the daemon's own program; without it helpers are
+    /// threads, which cannot be killed. `limit` is the timeout of most requests.
     pub fn new(program: Option<PathBuf>, limit: Duration) -> Self {
         let working = Semaphore::new(WORKING);
-        Self(Arc::new(Inner { program, limit, working, state: Mutex::default() }))
+        let namespaces = OnceLock::new();
+        let inner = Arc::new(Inner { program, limit, working, namespaces, state: Mutex::default() });
+        Self { inner, kubelet: Kubelet::default() }
+    }
+
+    /// Returns the same helpers, for pods of the kubelet with this root directory.
+    pub fn with_kubelet_root(mut self, root: &Path) -> Self {
+        self.kubelet.root = root.to_owned();
+        self
+    }
+
+    /// Returns the same helpers on behalf of the pod with this Kubernetes uid.
+    pub fn of(&self, uid: &str) -> Self {
+        let mut helpers = self.clone();
+        uid.clone_into(&mut helpers.kubelet.uid);
+        helpers
+    }
+
+    /// Sets the function that returns a pod's namespace; only the first call counts. Until then, and for a pod that
+    /// `of` does not know, each pod is a namespace of its own.
+    pub fn know_namespaces(&self, of: impl Fn(&SandboxId) -> Option<Arc<str>> + Send + Sync + 'static) {
+        // The first function stays.
+        let _ = self.inner.namespaces.set(Namespaces(Box::new(of)));
     }
 
     /// Returns the number of hung helpers.
@@ -112,58 +179,97 @@ impl Helpers {
         self.state().hung.len()
     }
 
-    /// Examines a bind mount; returns its properties, and the content of a file that is copied.
+    /// Examines a bind mount.
     pub async fn look(
         &self,
         pod: &SandboxId,
         mount: &oci_spec::runtime::Mount,
-    ) -> Result<(Bound, Vec<u8>), HelperError> {
-        let (bound, frame) = self.ask(pod, Request::Look { mount: Box::new(mount.clone()) }).await?;
-        Ok((bound, frame.bytes))
+    ) -> Result<Looked, HelperError> {
+        let request = Request::Look { mount: Box::new(mount.clone()), kubelet: self.kubelet.clone() };
+        let (bound, frame) = self.ask(pod, request).await?;
+        Ok(Looked { bound, content: frame.bytes, source: frame.descriptor })
     }
 
-    /// Reads the files of a directory that kubelet writes; `None` if the directory is gone.
+    /// Reads the files of a directory that kubelet writes, unless it looks as it did at `stamp`.
     pub async fn read_tree(
         &self,
         pod: &SandboxId,
         dir: &Path,
-    ) -> Result<Option<wire_agent::Tree>, HelperError> {
-        let request = Request::ReadTree { dir: dir.to_owned() };
-        let (there, frame): (bool, _) = self.ask(pod, request).await?;
-        if !there {
-            return Ok(None);
+        stamp: Option<u64>,
+    ) -> Result<TreeRead, HelperError> {
+        let request = Request::ReadTree { dir: dir.to_owned(), unless: stamp, kubelet: self.kubelet.clone() };
+        let (read, frame): (work::Read, _) = self.ask(pod, request).await?;
+        let stamp = match read {
+            work::Read::Gone => return Ok(TreeRead::Gone),
+            work::Read::Same => return Ok(TreeRead::Same),
+            work::Read::Tree(stamp) => stamp,
+        };
+        match wire_agent::Tree::parse_from_bytes(&frame.bytes) {
+            Ok(tree) => Ok(TreeRead::Tree { tree, stamp }),
+            Err(error) => Err(HelperError::Broken {
+                pod: pod.clone(),
+                action: "read",
+                path: dir.to_owned(),
+                source: io::Error::other(error),
+            }),
         }
-        let tree = wire_agent::Tree::parse_from_bytes(&frame.bytes);
-        tree.map(Some).map_err(|error| HelperError::Broken {
-            pod: pod.clone(),
-            action: "read",
-            path: dir.to_owned(),
-            source: io::Error::other(error),
-        })
     }
 
     /// Returns the owner of a directory.
     pub async fn owner(&self, pod: &SandboxId, dir: &Path) -> Result<wire_agent::Owner, HelperError> {
-        let ((mode, uid, gid), _) = self.ask(pod, Request::Owner { dir: dir.to_owned() }).await?;
+        let request = Request::Owner { dir: dir.to_owned(), kubelet: self.kubelet.clone() };
+        let ((mode, uid, gid), _) = self.ask(pod, request).await?;
         Ok(wire_agent::Owner { mode, uid, gid, ..Default::default() })
     }
 
     /// Adds a watch on a directory to an inotify instance; returns its number.
     pub async fn watch(&self, pod: &SandboxId, dir: &Path, instance: OwnedFd) -> Result<i32, HelperError> {
-        let request = Request::Watch { dir: dir.to_owned() };
+        let request = Request::Watch { dir: dir.to_owned(), kubelet: self.kubelet.clone() };
         Ok(self.ask_with(pod, request, Vec::new(), Some(instance)).await?.0)
     }
 
-    /// Clones the mount of a share's source.
+    /// Opens the disk of the emptyDir at `dir`; creates it unless it exists, as a copy of `empty` or a new one of
+    /// `bytes`.
+    pub async fn disk(
+        &self,
+        pod: &SandboxId,
+        dir: &Path,
+        bytes: u64,
+        empty: Option<&File>,
+    ) -> Result<DiskFile, HelperError> {
+        let request = Request::Disk { dir: dir.to_owned(), bytes, kubelet: self.kubelet.clone() };
+        let empty = empty.map(|empty| empty.try_clone().map(OwnedFd::from)).transpose();
+        let empty = empty.map_err(|source| HelperError::Broken {
+            pod: pod.clone(),
+            action: request.action(),
+            path: dir.to_owned(),
+            source,
+        })?;
+        self.opened(pod, request, dir.join(volume::DISK), empty).await
+    }
+
+    /// Opens a block device.
+    pub async fn device(
+        &self,
+        pod: &SandboxId,
+        path: &Path,
+        read_only: bool,
+    ) -> Result<DiskFile, HelperError> {
+        let request = Request::Device { path: path.to_owned(), read_only };
+        self.opened(pod, request, path.to_owned(), None).await
+    }
+
+    /// Clones the mount of a share's source, which [`Helpers::look`] found at `path`.
     pub async fn take_share(
         &self,
         pod: &SandboxId,
-        source: &Path,
+        path: &Path,
+        source: OwnedFd,
         access: Access,
         follows_mounts: bool,
     ) -> Result<Tree, HelperError> {
-        let request = Request::TakeShare { source: source.to_owned(), access, follows_mounts };
-        let (is_dir, frame) = self.ask(pod, request).await?;
+        let request = Request::TakeShare { path: path.to_owned(), access, follows_mounts };
+        let (is_dir, frame) = self.ask_with(pod, request, Vec::new(), Some(source)).await?;
         let mount = frame.descriptor.ok_or(HelperError::Stopped)?;
         Ok(Tree { mount, is_dir })
     }
@@ -175,7 +281,7 @@ impl Helpers {
         path: &Path,
         message: Vec<u8>,
     ) -> Result<(), HelperError> {
-        let request = Request::WriteMessage { path: path.to_owned() };
+        let request = Request::WriteMessage { path: path.to_owned(), kubelet: self.kubelet.clone() };
         let ((), _) = self.ask_with(pod, request, message, None).await?;
         Ok(())
     }
@@ -190,19 +296,46 @@ impl Helpers {
         Ok(self.ask(pod, Request::IsLayerEmpty { dir }).await?.0)
     }
 
-    /// Checks the superblock of an image.
-    pub async fn check_image(
+    /// Opens an image, and checks its superblock.
+    pub async fn image(
         &self,
         pod: &SandboxId,
         path: PathBuf,
         fstype: FsType,
-    ) -> Result<(), HelperError> {
-        let ((), _) = self.ask(pod, Request::CheckImage { path, fstype }).await?;
-        Ok(())
+        read_only: bool,
+    ) -> Result<DiskFile, HelperError> {
+        let request = Request::Image { path: path.clone(), fstype, read_only };
+        self.opened(pod, request, path, None).await
     }
 
-    /// Sends a request without content or descriptor; returns the result and the frame that it came in.
-    pub async fn ask<T: DeserializeOwned>(
+    /// Opens a snapshotter's writable file system; creates one of `bytes` unless it exists.
+    pub async fn scratch(&self, pod: &SandboxId, path: PathBuf, bytes: u64) -> Result<DiskFile, HelperError> {
+        let request = Request::Scratch { path: path.clone(), bytes };
+        self.opened(pod, request, path, None).await
+    }
+
+    /// Sends a request whose response is an open disk, at `name`.
+    async fn opened(
+        &self,
+        pod: &SandboxId,
+        request: Request,
+        name: PathBuf,
+        descriptor: Option<OwnedFd>,
+    ) -> Result<DiskFile, HelperError> {
+        let action = request.action();
+        let ((), frame) = self.ask_with(pod, request, Vec::new(), descriptor).await?;
+        let opened = frame.descriptor.ok_or_else(|| io::ErrorKind::NotFound.into());
+        let path = name.clone();
+        opened.and_then(|opened| DiskFile::new(opened.into(), name)).map_err(|source| HelperError::Broken {
+            pod: pod.clone(),
+            action,
+            path,
+            source,
+        })
+    }
+
+    /// Sends a request without content or descriptor; returns the result, and the frame of the response.
+    async fn ask<T: DeserializeOwned>(
         &self,
         pod: &SandboxId,
         request: Request,
@@ -235,14 +368,14 @@ impl Helpers {
     }
 
     async fn exchange(&self, asked: Asked) -> Result<Frame, HelperError> {
-        let limit = asked.request.limit(self.0.limit);
+        let limit = asked.request.limit(self.inner.limit);
         if let Some(since) = self.state().hung.get(asked.request.path()) {
             return Err(asked.silent(since.elapsed()));
         }
         let place = tokio::time::timeout(limit, self.place(&asked.pod)).await;
         let place = place.map_err(|_| asked.too_many(MAX_OF_POD, "this pod"))?;
-        let counted = self.count().ok_or_else(|| asked.too_many(MAX_OF_NODE, "this node"))?;
-        let working = self.0.working.acquire().await.map_err(|_| HelperError::Stopped)?;
+        let counted = self.count(&asked).await?;
+        let working = self.inner.working.acquire().await.map_err(|_| HelperError::Stopped)?;
         let mut working = Some(working);
 
         let mut helper = self.helper(true).await.map_err(|source| asked.broken(source))?;
@@ -262,13 +395,16 @@ impl Helpers {
                     let source = ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
                     return Err(asked.broken(source));
                 }
-                None => return Err(self.give_up(&asked, helper.end, (place, counted), limit)),
+                None => {
+                    let mut counted = counted;
+                    counted.hang(file_system(asked.request.path()).await);
+                    return Err(self.give_up(&asked, helper.end, (place, counted), limit));
+                }
             }
         }
     }
 
-    /// Kills a helper that does not respond. Until it exits it keeps its permits, and its path counts as
-    /// hung.
+    /// Kills a helper that does not respond. Until it exits it keeps its permits, and its path counts as hung.
     fn give_up(
         &self,
         asked: &Asked,
@@ -309,20 +445,24 @@ impl Helpers {
         places.acquire_owned().await.unwrap_or_else(|_| unreachable!("it is never closed"))
     }
 
-    fn count(&self) -> Option<Counted> {
-        let mut state = self.state();
-        if state.running >= MAX_OF_NODE {
-            return None;
-        }
-        state.running += 1;
-        drop(state);
-        Some(Counted(self.clone()))
+    async fn count(&self, asked: &Asked) -> Result<Counted, HelperError> {
+        let known = self.inner.namespaces.get().and_then(|namespaces| namespaces.0(&asked.pod));
+        let namespace = known.unwrap_or_else(|| asked.pod.as_str().into());
+        // The file system is looked up only where it matters: the table of mounts is long.
+        let hangs = self.state().places.hangs(&namespace);
+        let at = if hangs { file_system(asked.request.path()).await } else { None };
+        let taken = self.state().places.take(&namespace, &at);
+        taken.map_err(|full| {
+            let (most, whose) = full.limit();
+            asked.too_many(most, whose)
+        })?;
+        Ok(Counted { helpers: self.clone(), namespace, hung_at: None })
     }
 
     /// Returns an idle helper, or starts a new one.
     async fn helper(&self, kept: bool) -> io::Result<Helper> {
         let idle = if kept { self.state().idle.pop() } else { None };
-        match (idle, self.0.program.clone()) {
+        match (idle, self.inner.program.clone()) {
             (Some(helper), _) => Ok(helper),
             (None, Some(program)) => {
                 let started = tokio::task::spawn_blocking(move || start(&program)).await;
@@ -337,17 +477,23 @@ impl Helpers {
         if state.idle.len() < KEPT {
             state.idle.push(Helper { used: true, ..helper });
         }
-        // Others exit when their connection closes.
+        // Other helpers exit when their connection closes.
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         // A panic cannot leave the state half-changed.
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Sends a request and receives the response; `None` after `deadline`. Releases the permit of working helpers
-/// after [`QUICK`].
+/// Returns the file system at a path.
+async fn file_system(path: &Path) -> FileSystem {
+    let path = path.to_owned();
+    tokio::task::spawn_blocking(move || places::file_system(&path)).await.ok().flatten()
+}
+
+/// Sends a request and receives the response; `None` after `deadline`. Releases the permit of working helpers after
+/// [`QUICK`].
 async fn answer(
     asked: &Asked,
     helper: &mut Helper,

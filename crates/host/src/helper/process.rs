@@ -21,11 +21,11 @@ use super::{OPTION, serve};
 pub(super) struct Helper {
     pub(super) stream: UnixStream,
     pub(super) end: End,
-    /// It has handled a request.
+    /// Whether the helper has handled a request.
     pub(super) used: bool,
 }
 
-/// How a helper is killed, and its exit awaited.
+/// A handle with which a helper is killed, and its exit awaited.
 #[derive(Debug)]
 pub(super) enum End {
     Process(sandboxer_process::Process),
@@ -35,7 +35,7 @@ pub(super) enum End {
 impl End {
     pub(super) fn kill(&self) {
         let Self::Process(process) = self else { return };
-        // It leads a group, so programs that it runs are killed as well. A helper that has exited has no
+        // The helper leads a group, so the programs that it runs are killed as well. A helper that has exited has no
         // group.
         if let Some(pid) = i32::try_from(process.pid()).ok().and_then(Pid::from_raw) {
             let _ = kill_process_group(pid, Signal::KILL);
@@ -62,7 +62,7 @@ pub(super) fn start(program: &Path) -> io::Result<Helper> {
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .stdin(OwnedFd::from(theirs))
         .stdout(Stdio::null())
-        // Leads a group, so that programs it runs can be killed with it.
+        // The helper leads a group, so that the programs it runs can be killed with it.
         .process_group(0)
         .spawn()?;
     let end = End::Process(sandboxer_process::child(child.id())?);

@@ -17,11 +17,11 @@ use tokio::{
     net::UnixStream,
 };
 
-/// Length of the JSON, then of the bytes, 4 bytes each.
+/// The length of the header: the lengths of the JSON and of the bytes, 4 bytes each.
 const HEAD: usize = 8;
 /// Longest JSON, bytes.
 const MAX_JSON: usize = 1 << 20;
-/// Most bytes after it: the files of a volume and their names.
+/// The most bytes after the JSON: the files of a volume and their names.
 const MAX_BYTES: usize = 8 << 20;
 
 /// A message.
@@ -29,7 +29,7 @@ const MAX_BYTES: usize = 8 << 20;
 pub struct Frame {
     /// The request or the response.
     pub json: Vec<u8>,
-    /// Content.
+    /// The content, such as the files of a volume.
     pub bytes: Vec<u8>,
     /// A file descriptor.
     pub descriptor: Option<OwnedFd>,
@@ -66,7 +66,7 @@ impl Frame {
         Ok(Self { json: vec![0; json], bytes: vec![0; bytes], descriptor })
     }
 
-    /// Sends it. Blocks until it is sent.
+    /// Sends the frame. Blocks until it is sent.
     pub fn send(&self, stream: &mut StdStream) -> io::Result<()> {
         send_head(stream.as_fd(), &self.head()?, self.descriptor.as_ref())?;
         stream.write_all(&self.json)?;
@@ -82,7 +82,7 @@ impl Frame {
         Ok(Some(frame))
     }
 
-    /// Sends it from a task.
+    /// Sends the frame from a task.
     pub async fn send_from_task(&self, stream: &mut UnixStream) -> io::Result<()> {
         let head = self.head()?;
         stream
@@ -109,7 +109,7 @@ fn send_head(stream: BorrowedFd<'_>, head: &[u8; HEAD], descriptor: Option<&Owne
     let attached = if descriptors.is_empty() { &[][..] } else { &attached };
     let sent =
         sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(head)], attached, MsgFlags::MSG_NOSIGNAL, None)?;
-    // A socket accepts so few bytes at once or not at all.
+    // A socket accepts this few bytes at once or not at all.
     if sent == HEAD { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
@@ -123,7 +123,7 @@ fn receive_head(stream: BorrowedFd<'_>) -> io::Result<Option<Head>> {
         ControlMessageOwned::ScmRights(descriptors) => descriptors.first().copied(),
         _ => None,
     });
-    // SAFETY: the kernel has just made it for this process.
+    // SAFETY: the kernel has just created the descriptor for this process.
     let descriptor = descriptor.map(|descriptor| unsafe { OwnedFd::from_raw_fd(descriptor) });
     match message.bytes {
         0 => Ok(None),

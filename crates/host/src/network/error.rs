@@ -15,7 +15,7 @@ pub enum NetworkError {
     Step {
         /// The pod.
         pod: SandboxId,
-        /// Path of its network namespace.
+        /// The path of the pod's network namespace.
         netns: PathBuf,
         /// The step, and its device.
         step: Step,
@@ -30,25 +30,25 @@ pub enum NetworkError {
     ForeignRules {
         /// The pod.
         pod: SandboxId,
-        /// Path of its network namespace.
+        /// The path of the pod's network namespace.
         netns: PathBuf,
-        /// Such as "rules of iptables, table nat".
+        /// The filters, such as "rules of iptables, table nat".
         rules: String,
     },
-    /// The namespace has something that a VM cannot have.
+    /// The namespace has a configuration that a VM cannot have.
     #[error("network namespace {netns:?} of pod {pod} {source}")]
     Unsuitable {
         /// The pod.
         pod: SandboxId,
-        /// Path of its network namespace.
+        /// The path of the pod's network namespace.
         netns: PathBuf,
-        /// The unsuitable thing.
+        /// The unsuitable configuration.
         source: Unsuitable,
     },
 }
 
 impl NetworkError {
-    /// Returns the code of the response.
+    /// Returns the gRPC code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Step { .. } => Code::Internal,
@@ -60,7 +60,7 @@ impl NetworkError {
 /// A step of setting up a pod's network; completes "cannot …".
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// Such as "create tap", "list routes".
+    /// The action, such as "create tap" or "list routes".
     pub action: &'static str,
     /// The device, if the step has one.
     pub device: Option<String>,

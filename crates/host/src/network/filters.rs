@@ -1,5 +1,5 @@
-//! Detects netfilter rules in a pod's network namespace, for example of a service mesh's CNI plugin. The
-//! guest's packets bypass the namespace's own network stack, and so all these rules.
+//! Detects netfilter rules in a pod's network namespace, for example of a service mesh's CNI plugin. The guest's
+//! packets bypass the namespace's own network stack, and so all these rules.
 
 use std::{
     fs, io,
@@ -13,22 +13,22 @@ use nix::{
     sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket},
 };
 
-/// From Linux' `nfnetlink.h` and `nf_tables.h`: the subsystem of nftables, and the request for its rules.
+/// The subsystem of nftables and the request for its rules, from Linux' `nfnetlink.h` and `nf_tables.h`.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;
 const NFT_MSG_GETRULE: u16 = 7;
-/// Length of the headers of netlink and nfnetlink.
+/// Length of the headers of netlink and nfnetlink, bytes.
 const HEADS: u8 = 20;
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO` (`ip_tables.h`, `ip6_tables.h`).
 const GET_INFO: libc::c_int = 64;
-/// Longest name of a table, with the terminating zero.
+/// Longest name of a table, bytes, with the terminating zero.
 const TABLE_NAME: usize = 32;
 
-/// Set if the kernel has no nftables: each request would make it look for the module.
+/// Whether the kernel has no nftables: each further request would make it look for the module.
 static NO_NFTABLES: AtomicBool = AtomicBool::new(false);
 const NFTABLES: &str = "/sys/module/nf_tables";
 
-/// Returns what has rules in the calling thread's network namespace; `None` if there are none.
+/// Returns a description of the rules in the calling thread's network namespace; `None` if there are none.
 pub fn found() -> io::Result<Option<String>> {
     for (family, tables, level) in [
         (AddressFamily::Inet, "/proc/thread-self/net/ip_tables_names", libc::SOL_IP),
@@ -71,14 +71,14 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
         Ok(names) if !names.trim().is_empty() => names,
         _ => return Ok(None),
     };
-    // SAFETY: it creates a new descriptor.
+    // SAFETY: the call creates a new descriptor.
     let fd = unsafe {
         libc::socket(family as libc::c_int, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW)
     };
     if fd == -1 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it was just created, and has no other owner.
+    // SAFETY: the descriptor was just created, and has no other owner.
     let fd = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) };
     for table in names.lines() {
         // SAFETY: all zeroes is a valid value: numbers.
@@ -95,7 +95,7 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
         if told == -1 {
             return Err(io::Error::last_os_error());
         }
-        // One entry for each hook's policy, and one for the end.
+        // An empty table has one entry for each hook's policy, and one for the end.
         if info.num_entries > info.valid_hooks.count_ones() + 1 {
             return Ok(Some(table.to_owned()));
         }
@@ -115,7 +115,7 @@ fn nftables() -> Result<bool, Errno> {
     ask.extend(u32::from(HEADS).to_ne_bytes());
     ask.extend((NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE).to_ne_bytes());
     ask.extend(((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
-    // Sequence number, sender; then any family, version 0, no resource.
+    // Sequence number and sender; then any family, version 0, no resource.
     ask.resize(HEADS.into(), 0);
     send(netlink.as_raw_fd(), &ask, MsgFlags::empty())?;
     // The first message is enough: a rule, the end, or an error.
@@ -141,7 +141,7 @@ mod tests {
     use super::super::namespace;
     use super::*;
 
-    /// Runs `program` in a new network namespace, then searches. `None`: the host does not have the program,
+    /// Runs `program` in a new network namespace, then searches for rules. `None`: the host does not have the program,
     /// or its kernel lacks the feature.
     fn after(program: &str, arguments: &[&str]) -> Option<Option<String>> {
         namespace::within(namespace::fresh().unwrap(), || {

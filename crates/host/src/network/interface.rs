@@ -1,6 +1,6 @@
 //! A pod's network interfaces, read from its network namespace.
 //!
-//! The result of CNI is only what plugins reported; the namespace has the actual configuration.
+//! The result of CNI is only what plugins reported. The namespace has the actual configuration.
 
 use std::{collections::BTreeMap, fmt, net::IpAddr};
 
@@ -14,11 +14,11 @@ use sandboxer_netlink::packet::{
 use sandboxer_protocol::agent as wire;
 use serde::{Deserialize, Serialize};
 
-/// Most interfaces a VM gets.
+/// The most interfaces of a VM.
 const MAX_INTERFACES: usize = 8;
-/// Most addresses, routes and neighbours of an interface, each.
+/// The most addresses, routes and neighbours of an interface, each.
 const MAX_OF_EACH: usize = 256;
-/// Prefix of the names of this daemon's devices in a pod's namespace.
+/// The prefix of the names of this daemon's devices in a pod's namespace.
 const OURS: &str = "sbx-";
 /// Length of an Ethernet address, bytes.
 const MAC_LEN: usize = 6;
@@ -26,26 +26,26 @@ const MAC_LEN: usize = 6;
 /// A network interface of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {
-    /// Its index in the namespace.
+    /// The interface's index in the namespace.
     pub index: u32,
-    /// Its name, there and in the guest.
+    /// The interface's name, there and in the guest.
     pub name: String,
-    /// Its Ethernet address.
+    /// The interface's Ethernet address.
     pub mac: Mac,
     /// Largest packet, bytes.
     pub mtu: u32,
-    /// Its addresses.
+    /// The interface's addresses.
     pub addresses: Vec<Address>,
-    /// Its routes.
+    /// The interface's routes.
     pub routes: Vec<Route>,
-    /// Its permanent neighbour entries.
+    /// The interface's permanent neighbour entries.
     pub neighbours: Vec<Neighbour>,
 }
 
 impl Interface {
-    /// Returns the name of the device that connects it to the VM.
+    /// Returns the name of the device that connects the interface to the VM.
     pub fn host_device(&self) -> String {
-        // Uses the index, since a name may already have the maximum length.
+        // The name contains the index, since the interface's name may already have the maximum length.
         format!("{OURS}{}", self.index)
     }
 }
@@ -68,11 +68,11 @@ pub struct Address {
     pub ip: IpAddr,
     /// Length of the network prefix, bits.
     pub prefix_length: u8,
-    /// As in rtnetlink: 0 is global, 253 the link.
+    /// The scope, as in rtnetlink: 0 is global, 253 the link.
     pub scope: u8,
     /// The other end of a point-to-point link.
     pub peer: Option<IpAddr>,
-    /// Its network's broadcast address.
+    /// The broadcast address of the network.
     pub broadcast: Option<IpAddr>,
 }
 
@@ -85,46 +85,46 @@ impl fmt::Display for Address {
 /// A route.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
-    /// Its destination; all zeroes with length 0 for the default route.
+    /// The destination network; all zeroes with length 0 for the default route.
     pub destination: IpAddr,
     /// Length of the destination's prefix, bits.
     pub prefix_length: u8,
-    /// Its gateway; `None`: on the link.
+    /// The gateway's address; `None`: the destination is on the link.
     pub gateway: Option<IpAddr>,
     /// Preferred source address.
     pub source: Option<IpAddr>,
-    /// Its metric; the lowest wins.
+    /// The route's metric; the lowest wins.
     pub metric: u32,
-    /// As in an [`Address`].
+    /// The scope, as in an [`Address`].
     pub scope: u8,
-    /// The gateway is on the link, even without a route to it.
+    /// Whether the gateway is on the link, even without a route to it.
     pub on_link: bool,
-    /// Largest packet of this route, bytes; 0: the interface's.
+    /// The largest packet of this route, bytes; 0: the interface's limit applies.
     pub mtu: u32,
 }
 
 /// A neighbour entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Neighbour {
-    /// Its IP address.
+    /// The neighbour's IP address.
     pub ip: IpAddr,
-    /// Its Ethernet address.
+    /// The neighbour's Ethernet address.
     pub mac: Mac,
 }
 
 /// A configuration that a VM cannot have; completes "the pod's network …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsuitable {
-    /// Not Ethernet.
+    /// An interface that is not Ethernet.
     #[error("has interface {0:?}, which is not Ethernet")]
     NotEthernet(String),
-    /// More than a VM supports.
+    /// More interfaces than a VM supports.
     #[error("has more than {MAX_INTERFACES} interfaces")]
     TooManyInterfaces,
-    /// More than the limit.
+    /// More objects of a kind than the limit.
     #[error("has more than {MAX_OF_EACH} {what} on interface {interface:?}")]
     TooMany {
-        /// "addresses", "routes", "neighbours".
+        /// The kind of the objects: "addresses", "routes", "neighbours".
         what: &'static str,
         /// The interface.
         interface: String,
@@ -132,14 +132,14 @@ pub enum Unsuitable {
     /// A route that the guest cannot have.
     #[error("has a route to {to} by {how}, which is not supported in the guest")]
     Route {
-        /// Its destination.
+        /// The route's destination.
         to: String,
-        /// Its special feature.
+        /// The unsupported feature of the route.
         how: &'static str,
     },
 }
 
-/// Parses rtnetlink dumps; returns all interfaces but loopback.
+/// Parses rtnetlink dumps; returns all interfaces except loopback.
 pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Unsuitable> {
     let mut found = BTreeMap::new();
     let mut rest = Vec::new();
@@ -235,7 +235,7 @@ fn address(message: &AddressMessage) -> Option<Address> {
             _ => {}
         }
     }
-    // With a peer, `Local` is the address and `Address` the peer's; without, IPv6 has only `Address`.
+    // With a peer, `Local` is the address and `Address` the peer's; without a peer, IPv6 has only `Address`.
     let ip = local.or(address)?;
     Some(Address {
         ip,
@@ -331,7 +331,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
     Some(Neighbour { ip: ip?, mac: mac? })
 }
 
-/// Converts an interface for the guest, which configures its network device number `nic` with it.
+/// Converts an interface for the guest, which applies it to its network device number `nic`.
 pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
     let address = |address: &Address| wire::Address {
         ip: octets(address.ip),
@@ -357,7 +357,7 @@ pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
         mac: neighbour.mac.0.to_vec(),
         ..Default::default()
     };
-    // Routes without a gateway first: they make gateways reachable.
+    // Routes without a gateway come first: they make gateways reachable.
     let mut routes: Vec<&Route> = interface.routes.iter().collect();
     routes.sort_by_key(|route| route.gateway.is_some());
     wire::Interface {

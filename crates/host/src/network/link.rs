@@ -21,17 +21,17 @@ use sandboxer_netlink::{
     },
 };
 
-/// `ETH_P_ALL` in network byte order, as a filter's header has it.
+/// `ETH_P_ALL` in network byte order, as in a filter's header.
 const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 
-/// Priority of this daemon's filters, to recognize them later. The kernel gives filters without a priority
-/// 0xc000 and less.
+/// The priority of this daemon's filters, by which they are recognized later. The kernel gives filters without a
+/// priority 0xc000 and less.
 const PRIORITY: u16 = 0xdb0f;
 
-/// Loads the kernel modules that [`join`] and limits need, where they are not loaded automatically.
+/// The command that loads the kernel modules of [`join`] and of limits where they are not loaded automatically.
 pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred sch_tbf";
 
-/// Connects two devices: everything that arrives at one leaves by the other.
+/// Connects two devices: every packet that arrives at one leaves by the other.
 pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
     for (from, to) in [(one, other), (other, one)] {
         redirect(netlink, from, to)?;
@@ -39,7 +39,7 @@ pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Redirects everything that arrives at `from` to `to`, before this namespace's own network stack.
+/// Redirects every packet that arrives at `from` to `to`, before this namespace's own network stack.
 ///
 /// Same as `tc qdisc add dev FROM ingress; tc filter add dev FROM ingress u32 match u8 0 0 action mirred
 /// egress redirect dev TO`. `matchall` would be simpler, but not every kernel has it.
@@ -55,7 +55,7 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
             if !is_ours(netlink, from)? {
                 return Err(not_ours(from));
             }
-            // Left by a VM that failed before it became the pod's: its filter has no target.
+            // A qdisc may remain of a VM that failed before it became the pod's: its filter has no target.
             netlink.request(RouteNetlinkMessage::DelQueueDiscipline(qdisc.clone()), 0)?;
             netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc), NLM_F_CREATE | NLM_F_EXCL)?;
         }
@@ -94,7 +94,7 @@ fn redirect_with(netlink: &mut Netlink, from: u32, to: u32, priority: u16) -> io
         .map_err(|error| unknown("the u32 filter (cls_u32) or the redirect action (act_mirred)", error))
 }
 
-/// Names the missing kernel feature: ENOENT means that the kernel has neither code nor module of a kind.
+/// Adds the name of the missing kernel feature: ENOENT means that the kernel has neither code nor module of a kind.
 pub(super) fn unknown(what: &str, error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::NotFound => io::Error::new(
@@ -113,7 +113,7 @@ fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
         RouteNetlinkMessage::NewQueueDiscipline(qdisc) => {
             qdisc.header.index != of_device.header.index
                 || qdisc.header.parent != TcHandle::INGRESS
-                // `clsact` has the same handle, and egress filters too.
+                // `clsact` has the same handle, but also egress filters.
                 || qdisc.attributes.contains(&TcAttribute::Kind("ingress".to_owned()))
         }
         _ => true,
@@ -160,8 +160,7 @@ pub fn set_up(netlink: &mut Netlink, index: u32, mtu: u32) -> io::Result<()> {
     netlink.request(RouteNetlinkMessage::SetLink(up), 0)
 }
 
-/// Prevents this namespace's own stack from having an IPv6 address on a device, and so from talking to the
-/// guest.
+/// Prevents this namespace's own stack from having an IPv6 address on a device, and so from talking to the guest.
 fn disable_ipv6(netlink: &mut Netlink, index: u32) -> io::Result<()> {
     let mut link = LinkMessage::default();
     link.header.index = index;
@@ -174,7 +173,7 @@ fn disable_ipv6(netlink: &mut Netlink, index: u32) -> io::Result<()> {
     }
 }
 
-/// Creates a veth pair: a new device `here`, and a new device `there` in another namespace.
+/// Creates a veth pair: a new device `here` and, in another namespace, a new device `there`.
 pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mtu: u32) -> io::Result<()> {
     let mut peer = LinkMessage::default();
     let (name, namespace) = there;
@@ -197,13 +196,13 @@ pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mt
 
 /// Removes the device `name` if it exists.
 ///
-/// By its name in one request: to look for the index of a device that is not there makes the kernel run modprobe for it, which took
-/// 6 of the 145 virtual ms of each pod's start.
+/// Names the device in one request: looking up the index of a device that does not exist makes the kernel run modprobe
+/// for it, which took 6 of the 145 virtual ms of each pod's start.
 pub fn remove(netlink: &mut Netlink, name: &str) -> io::Result<()> {
     let mut old = LinkMessage::default();
     old.attributes.push(LinkAttribute::IfName(name.to_owned()));
     match netlink.request(RouteNetlinkMessage::DelLink(old), 0) {
-        // It never was, or it went by itself: a tap is removed when its VMM exits, which may be just now.
+        // The device never existed, or the kernel removed it: a tap goes when its VMM exits, which may be just now.
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         removed => removed,
     }
@@ -219,7 +218,7 @@ mod tests {
     const ONE: &CStr = c"one";
     const TWO: &CStr = c"two";
 
-    /// Runs `work` in a new network namespace with two taps; passes their indices.
+    /// Runs `work` in a new network namespace with two taps, whose indices it passes.
     fn with_taps<T: Send>(
         work: impl FnOnce(&mut Netlink, u32, u32) -> io::Result<T> + Send,
     ) -> io::Result<T> {

@@ -8,11 +8,11 @@
 //!   eth0 ◀──redirect──▶ sbx-2 ◀──veth──▶ c7 ◀──redirect──▶ t7, a tap ◀── file ──▶ VMM
 //! ```
 //!
-//! A VMM that opens its taps itself runs in the namespace of its taps, which is its own: so it has no other device.
+//! A VMM that opens its taps itself runs in their namespace, which is its own and contains no other device.
 //!
-//! Everything that arrives at an interface is redirected to the tap before the namespace's own network stack
-//! sees it. So the guest uses the pod's addresses, although the interface keeps them: CNI plugins check them
-//! there, and containerd reads counters there.
+//! Every packet that arrives at an interface is redirected to the tap before the namespace's own network stack sees it.
+//! So the guest uses the pod's addresses, although the interface keeps them: CNI plugins check them there, and
+//! containerd reads counters there.
 //!
 //! No clean-up is needed: a tap is removed with its VMM, the rest with the pod's namespace, which belongs to
 //! containerd. A failed VM's devices are replaced by the next one.
@@ -56,8 +56,8 @@ pub use self::{
     tap_pool::{PooledTap, TapPool},
 };
 
-/// Returns the interfaces of the pod with its namespace at `netns`. Packet filters there would not apply to
-/// the guest and are an error, unless `rules` ignores them.
+/// Returns the interfaces of the pod whose namespace is at `netns`. Packet filters there would not apply to the guest,
+/// so they are an error unless `rules` ignores them.
 pub async fn look(
     pod: &SandboxId,
     netns: &Path,
@@ -93,11 +93,11 @@ pub async fn look(
     })
 }
 
-/// A step that several operations have.
+/// A step that several operations share.
 const RTNETLINK: &str = "open an rtnetlink socket";
 
-/// Creates two taps and joins them like a pod's, in a network namespace that is removed afterwards. Tests the
-/// kernel's features.
+/// Tests the kernel's features: creates two taps and joins them like a pod's, in a network namespace that is removed
+/// afterwards.
 pub fn trial() -> io::Result<()> {
     namespace::within(namespace::fresh()?, || -> io::Result<()> {
         let taps = [tap::open(c"one")?, tap::open(c"two")?];
@@ -149,7 +149,7 @@ pub async fn plug(
     .await
 }
 
-/// A device of this daemon that is joined to an interface of the pod.
+/// A device of this daemon that is joined to one of the pod's interfaces.
 struct Device {
     interface: u32,
     name: String,
@@ -173,7 +173,7 @@ impl Device {
 
     fn join(&self, netlink: &mut Netlink) -> Result<(), Failed> {
         let index = link::bring_up(netlink, &self.name, self.mtu).at("bring up", &self.name)?;
-        // Before the first packet.
+        // The limits are set before the first packet.
         for (device, rate) in [(index, self.limits.received), (self.interface, self.limits.sent)] {
             if let Some(rate) = rate {
                 shape::limit(netlink, device, rate).at("limit packets of the interface with", &self.name)?;

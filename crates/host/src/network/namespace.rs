@@ -15,7 +15,7 @@ pub fn open(path: &Path) -> io::Result<OwnedFd> {
     Ok(File::open(path)?.into())
 }
 
-/// Creates an empty network namespace. It exists as long as the descriptor, or a socket or tap in it.
+/// Creates an empty network namespace. It exists as long as the descriptor, or a socket or tap in it, is open.
 pub fn fresh() -> io::Result<OwnedFd> {
     in_a_thread(|| -> io::Result<_> {
         unshare(CloneFlags::CLONE_NEWNET)?;
@@ -25,8 +25,7 @@ pub fn fresh() -> io::Result<OwnedFd> {
 
 /// Runs `work` in `namespace`; blocks until it is done.
 ///
-/// Uses a new thread, which ends with the work: a thread of the runtime would run other tasks in the
-/// namespace.
+/// Uses a new thread, which ends with `work`: a thread of the runtime would run other tasks in the namespace.
 pub fn within<T: Send, E: From<io::Error> + Send>(
     namespace: impl AsFd + Sync,
     work: impl FnOnce() -> Result<T, E> + Send,

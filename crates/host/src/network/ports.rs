@@ -25,7 +25,7 @@ mod tests {
         let port = listener.local_addr().unwrap().port();
         TcpStream::connect(("127.0.0.1", port)).unwrap();
         assert_eq!(listen(port).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        // At once, even if another process still has it open.
+        // Listening succeeds at once, even if another process still has the port open.
         let _other = listener.try_clone().unwrap();
         nix::sys::socket::shutdown(listener.as_raw_fd(), nix::sys::socket::Shutdown::Both).unwrap();
         listen(port).unwrap();

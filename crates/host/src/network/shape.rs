@@ -1,7 +1,8 @@
-//! Limits of what a pod's interface receives and sends: token buckets of the kernel's traffic control.
+//! Limits what a pod's interface receives and sends, by token buckets of the kernel's traffic control.
 //!
-//! What leaves by the device beside the interface, the pod receives; what leaves by the interface, it sends. So each direction has
-//! a bucket (`tbf`) where its packets leave. It delays what exceeds the rate, and drops only what exceeds its queue.
+//! What leaves by the device beside the interface, the pod receives; what leaves by the interface, the pod sends. So
+//! each direction has a bucket (`tbf`) where its packets leave. The bucket delays packets above the rate, and drops
+//! only those that exceed its queue.
 
 use std::io;
 
@@ -20,29 +21,29 @@ use super::link::unknown;
 /// Limits of each of a pod's interfaces, bytes with Ethernet headers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetLimits {
-    /// To the pod.
+    /// The limit of traffic to the pod.
     pub received: Option<Rate>,
-    /// From the pod.
+    /// The limit of traffic from the pod.
     pub sent: Option<Rate>,
 }
 
 impl NetLimits {
-    /// Returns whether there are none.
+    /// Returns whether there are no limits.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// Handle of this daemon's buckets. A handle of another program's is never replaced.
+/// The handle of this daemon's buckets. A bucket with another handle is never replaced.
 const HANDLE: TcHandle = TcHandle { major: 0xdb0f, minor: 0 };
 
-/// The queue holds what flows in this part of a second, so that it adds little delay,
+/// The queue holds the traffic of one second divided by this, so that it adds little delay.
 const QUEUE_PARTS: u64 = 10;
 
-/// and at least two packets of segmentation offload, bytes.
+/// The least length of the queue, bytes: two packets with segmentation offload.
 const LEAST_QUEUE: u64 = 128 << 10;
 
-/// `TC_LINKLAYER_ETHERNET`, linux/pkt_sched.h: the kernel computes times itself, without a table.
+/// `TC_LINKLAYER_ETHERNET` of linux/pkt_sched.h: the kernel computes times itself, without a table.
 const ETHERNET: u8 = 1;
 
 // Attributes of linux/pkt_sched.h.
@@ -57,7 +58,7 @@ pub fn limit(netlink: &mut Netlink, index: u32, rate: Rate) -> io::Result<()> {
     qdisc.header.handle = HANDLE;
     qdisc.attributes.push(TcAttribute::Kind("tbf".to_owned()));
     qdisc.attributes.push(TcAttribute::Options(options(rate)));
-    // Without NLM_F_REPLACE the kernel changes only the one with this handle.
+    // Without NLM_F_REPLACE the kernel changes only the bucket with this handle.
     match netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc), NLM_F_CREATE) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(io::Error::new(
             error.kind(),
@@ -67,17 +68,17 @@ pub fn limit(netlink: &mut Netlink, index: u32, rate: Rate) -> io::Result<()> {
     }
 }
 
-/// Returns `struct tc_tbf_qopt` and what it has no place for.
+/// Returns `struct tc_tbf_qopt`, and the options that have no place in it.
 fn options(Rate { per_second, burst }: Rate) -> Vec<TcOption> {
     let queue = (per_second / QUEUE_PARTS).max(LEAST_QUEUE);
     let mut parameters = Vec::with_capacity(36);
     // The rate's `struct tc_ratespec`.
     parameters.extend([0, ETHERNET, 0, 0, 0, 0, 0, 0]);
     parameters.extend(narrow(per_second).to_ne_bytes());
-    // That of a peak rate, which there is none of.
+    // An empty `struct tc_ratespec`: there is no peak rate.
     parameters.extend([0; 12]);
     parameters.extend(narrow(queue).to_ne_bytes());
-    // Burst and MTU, in ticks: the attribute counts instead.
+    // Burst and MTU in ticks are unused: the attribute has priority.
     parameters.extend([0; 8]);
     [
         (TCA_TBF_PARMS, parameters),
@@ -101,7 +102,7 @@ mod tests {
     use super::super::{link, namespace, tap};
     use super::*;
 
-    /// Runs `work` in a new network namespace with one tap; passes its index.
+    /// Runs `work` in a new network namespace with one tap, whose index it passes.
     fn with_tap<T: Send>(work: impl FnOnce(&mut Netlink, u32) -> io::Result<T> + Send) -> io::Result<T> {
         namespace::within(namespace::fresh()?, || {
             let _tap: OwnedFd = tap::open(c"one")?;
@@ -111,7 +112,7 @@ mod tests {
         })
     }
 
-    /// Returns rate and queue of the device's bucket as the kernel tells them.
+    /// Returns the rate and queue of the device's bucket, as reported by the kernel.
     fn told(netlink: &mut Netlink, index: u32) -> io::Result<Vec<(u32, u32)>> {
         let all = netlink.dump(RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default()))?;
         let buckets = all.into_iter().filter_map(|message| match message {
@@ -130,7 +131,7 @@ mod tests {
             .map(|options| {
                 let mut bytes = vec![0; options.value_len()];
                 options.emit_value(&mut bytes);
-                // Behind the attribute's own head of four bytes.
+                // The values follow the attribute's own header of four bytes.
                 (word(&bytes, 4 + 8), word(&bytes, 4 + 24))
             })
             .collect())
@@ -143,7 +144,7 @@ mod tests {
             assert_eq!(told(netlink, one)?, [(3 << 20, (3 << 20) / 10)]);
             limit(netlink, one, Rate::plain(64 << 10))?;
             assert_eq!(told(netlink, one)?, [(64 << 10, 128 << 10)]);
-            // 80 Gbit/s, more than a field of 32 bits holds.
+            // 80 Gbit/s do not fit in a field of 32 bits.
             limit(netlink, one, Rate { per_second: 10 << 30, burst: u64::from(u32::MAX) })?;
             assert_eq!(told(netlink, one)?, [(u32::MAX, 1 << 30)]);
             Ok(())

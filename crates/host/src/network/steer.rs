@@ -1,9 +1,9 @@
 //! One listening socket for every port of a network namespace's loopback.
 //!
-//! containerd forwards a port by connecting to localhost in the pod's namespace, where no process listens:
-//! the pod is in its VM. A small BPF program, run by the kernel's socket look-up, selects this socket for
-//! every port (`BPF_PROG_TYPE_SK_LOOKUP`, Linux 5.9). It handles new loopback connections only, and is
-//! removed with its descriptor.
+//! containerd forwards a port by connecting to localhost in the pod's namespace, where no process listens: the pod is
+//! in its VM. A small BPF program, run by the kernel's socket look-up, selects this socket for every port
+//! (`BPF_PROG_TYPE_SK_LOOKUP`, Linux 5.9). It handles new loopback connections only, and is removed with its
+//! descriptor.
 
 use std::{
     io,
@@ -15,20 +15,20 @@ use sandboxer_bpf::{Instruction, Kind, Program, SocketMap, code::*, instruction}
 
 use super::namespace;
 
-/// A listener on every port of a loopback.
+/// A listener on every port of a loopback interface.
 #[derive(Debug)]
 pub struct SkLookupListener {
-    /// Accepts the connections; the requested port is their local one.
+    /// The socket that accepts the connections. The requested port is a connection's local port.
     pub listener: TcpListener,
-    /// Keeps the BPF program attached.
+    /// The descriptor that keeps the BPF program attached.
     pub link: OwnedFd,
 }
 
-/// Listens in `namespace`. Blocks for the set-up, some 2 ms.
+/// Listens in `namespace`. Blocks for the set-up, about 2 ms.
 pub fn listen(namespace: impl AsFd + Sync) -> io::Result<SkLookupListener> {
     let namespace = namespace.as_fd();
     let listener = namespace::within(namespace, || {
-        // Both families if the host has both.
+        // Listens on both families if the host has both.
         TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("127.0.0.1:0"))
     })?;
     listener.set_nonblocking(true)?;
@@ -46,11 +46,11 @@ const SK_ASSIGN: i32 = 124;
 // Offsets in `struct bpf_sk_lookup`.
 const PROTOCOL: i16 = 12;
 const INTERFACE: i16 = 64;
-/// Index of loopback in each namespace.
+/// The index of the loopback interface in each namespace.
 const LOOPBACK: i32 = 1;
 const SK_PASS: i32 = 1;
 
-/// Selects the socket in `map` for TCP connections by loopback; for others the kernel continues its look-up.
+/// Selects the socket in `map` for TCP connections by loopback. The kernel continues its look-up for others.
 fn program(map: &SocketMap) -> [Instruction; 21] {
     [
         instruction(COPY, 6, 1, 0, 0),
@@ -66,7 +66,7 @@ fn program(map: &SocketMap) -> [Instruction; 21] {
         instruction(ADD, 2, 0, 0, -4),
         instruction(CALL, 0, 0, 0, MAP_LOOKUP_ELEM),
         instruction(JUMP_IF_EQUAL, 0, 0, 7, 0),
-        // Assigns the connection to it. If that fails, the client gets an error.
+        // Assigns the connection to the socket. If that fails, the client gets an error.
         instruction(COPY, 7, 0, 0, 0),
         instruction(COPY, 1, 6, 0, 0),
         instruction(COPY, 2, 7, 0, 0),

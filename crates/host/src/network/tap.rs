@@ -9,13 +9,12 @@ use std::{
 
 /// Creates a tap in the calling thread's network namespace. It is removed with its last descriptor.
 ///
-/// A `%d` in `name` becomes the lowest free number. Packets carry a header for offloads: checksums, and
-/// segmentation.
+/// A `%d` in `name` becomes the lowest free number. Packets carry a header for offloads: checksums and segmentation.
 pub fn open(name: &CStr) -> io::Result<OwnedFd> {
     named(name).map(File::into)
 }
 
-/// Creates a tap in the calling thread's network namespace for a VMM in that namespace, which opens it by its name. It
+/// Creates a tap in the calling thread's network namespace for a VMM in that namespace, which opens it by name. The tap
 /// is removed with the namespace. Any process in the namespace can open it, one at a time.
 pub fn leave(name: &CStr) -> io::Result<()> {
     let tap = named(name)?;

@@ -1,7 +1,7 @@
-//! Taps of VMs without a pod yet.
+//! Taps of VMs that have no pod yet.
 //!
-//! Moving a tap to another network namespace takes 17 ms (measured): mostly, the kernel waits for readers of
-//! the device. Creating a veth pair takes 1 ms, and costs no copy of a packet.
+//! Moving a tap to another network namespace takes 17 ms (measured), mostly because the kernel waits for readers of the
+//! device. Creating a veth pair takes 1 ms, and copies no packets.
 
 use std::{
     ffi::CString,
@@ -25,16 +25,16 @@ use super::{
 /// A network namespace without a pod. The kernel removes it with the last VMM that holds a tap in it.
 #[derive(Debug, Default)]
 pub struct TapPool {
-    // A plain lock: held while the namespace is created, once.
+    // The plain lock is held while the namespace is created, once.
     namespace: Mutex<Option<OwnedFd>>,
     made: AtomicU64,
 }
 
-/// A tap in a [`TapPool`]. The VMM of its VM holds it open, or opens it.
+/// A tap in a [`TapPool`]. Its VM's VMM holds it open, or opens it.
 #[derive(Debug)]
 pub struct PooledTap {
     number: u64,
-    /// Its namespace, if that is its VM's own.
+    /// The tap's namespace, if its VM has one of its own.
     namespace: Option<Arc<OwnedFd>>,
 }
 
@@ -49,7 +49,7 @@ impl PooledTap {
 }
 
 impl TapPool {
-    /// Creates `count` taps. Blocks meanwhile.
+    /// Creates `count` taps. Blocks.
     pub fn taps(&self, count: u8) -> io::Result<Vec<(OwnedFd, PooledTap)>> {
         if count == 0 {
             return Ok(Vec::new());
@@ -60,7 +60,7 @@ impl TapPool {
         })
     }
 
-    /// Creates `count` taps in a namespace of their VM's own, for a VMM that opens them. Blocks meanwhile.
+    /// Creates `count` taps in a namespace for one VM, whose VMM opens them by name. Blocks.
     pub fn named_taps(&self, count: u8) -> io::Result<(NamedTaps, Vec<PooledTap>)> {
         let namespace = Arc::new(namespace::fresh()?);
         let pooled = self.wanted(count, Some(&namespace));
@@ -77,8 +77,8 @@ impl TapPool {
         (0..count).map(|_| next()).collect()
     }
 
-    /// Creates a veth pair from `here` in the calling thread's namespace, which `netlink` belongs to, to the
-    /// tap's namespace.
+    /// Creates a veth pair between `here`, in the calling thread's namespace, which `netlink` belongs to, and the tap's
+    /// namespace.
     pub(super) fn veth(
         &self,
         netlink: &mut Netlink,
@@ -90,7 +90,7 @@ impl TapPool {
         link::veth(netlink, here, (&tap.veth(), namespace.as_fd()), mtu)
     }
 
-    /// Joins taps to their veths, with these MTUs.
+    /// Joins taps to their veths, each with its MTU.
     pub(super) fn join(&self, taps: &[(u32, &PooledTap)]) -> Result<(), Failed> {
         // All taps of a VM are in one namespace.
         let Some((_, first)) = taps.first() else { return Ok(()) };

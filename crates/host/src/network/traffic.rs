@@ -24,7 +24,7 @@ use super::{Interface, NetworkError, RTNETLINK, error::At, namespace, within};
 pub struct Counters {
     /// Bytes, including Ethernet headers.
     pub bytes: u64,
-    /// Packets; a segmentation-offload packet counts as one.
+    /// Packets; one with segmentation offload counts once.
     pub packets: u64,
     /// Packets dropped for lack of space.
     pub dropped: u64,
@@ -84,18 +84,18 @@ pub async fn read(
     .await
 }
 
-/// Returns the offloads of each tap that process `vmm` holds, in the order of the network cards: work that
-/// the guest's card does instead of the host.
+/// Returns the offloads of each tap that process `vmm` holds, in the order of the network cards. An offload is work
+/// that the guest's card does instead of the host.
 ///
-/// The taps are found by their user: they may have been created long before the pod, and by another daemon.
-/// Blocks.
+/// Identifies the taps by the process that uses them: they may have been created long before the pod, by another
+/// daemon. Blocks.
 pub fn offloads(vmm: u32) -> io::Result<Vec<Vec<&'static str>>> {
     let pid = i32::try_from(vmm).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     let process = pidfd_open(pid, PidfdFlags::empty())?;
     let mut numbers = Vec::new();
     for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
         let entry = entry?;
-        // A descriptor that was closed meanwhile is not a card's tap.
+        // A descriptor that was closed in the meantime is not a card's tap.
         if fs::read_link(entry.path()).is_ok_and(|to| to == Path::new(TUN)) {
             numbers.extend(entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
         }
@@ -115,7 +115,7 @@ const GET_NAMESPACE: libc::Ioctl = 0x894c;
 /// `SIOCETHTOOL` of linux/sockios.h.
 const ETHTOOL: libc::Ioctl = 0x8946;
 
-/// Boolean queries of linux/ethtool.h, for the host's side: it sends to the guest.
+/// Boolean queries of linux/ethtool.h. They concern the host's side, which sends to the guest.
 const QUESTIONS: [(u32, &str); 4] =
     [(0x16, "checksums"), (0x18, "scatter-gather"), (0x1e, "tcp-segmentation"), (0x23, "segmentation")];
 
@@ -135,7 +135,7 @@ fn namespace_of(tap: &impl AsFd) -> io::Result<OwnedFd> {
     // SAFETY: the call takes no argument.
     match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), GET_NAMESPACE) } {
         -1 => Err(io::Error::last_os_error()),
-        // SAFETY: the kernel has just opened it, and it has no other owner.
+        // SAFETY: the kernel has just opened the descriptor, which has no other owner.
         fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
     }
 }

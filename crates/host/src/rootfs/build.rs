@@ -31,22 +31,25 @@ use super::{
     tree::Tree,
 };
 
-/// Size of holes beyond which files keep them. mkfs.erofs writes holes as zeros unless files are stored as
-/// deduplicated chunks, which takes about 5 s per GiB; so chunks are not the default.
+/// Files keep their holes if these are larger than this in total. mkfs.erofs writes holes as zeros unless it stores
+/// files as deduplicated chunks, which takes about 5 s per GiB; so chunks are not the default.
 const HOLES_WORTH_KEEPING: u64 = 64 << 20;
-/// Size of such chunks, bytes: small compared to the data, large compared to the 4-byte entry in the chunk
-/// map.
+/// The chunk size, bytes: small compared to the data, large compared to the 4-byte entry in the chunk map.
 const CHUNK: &str = "--chunksize=65536";
-/// Bytes per second of the slowest host for which the time limit must be enough.
+/// The throughput, bytes per second, of the slowest host for which the time limit must suffice.
 const SLOWEST: u64 = 4 << 20;
-/// Most bytes of all files of a tree, holes included; an image with petabytes of holes is an attack.
+/// Most bytes of all files of a tree, holes included. An image with petabytes of holes is an attack.
 const MAX_IMAGE_BYTES: u64 = 256 << 30;
 
-/// Stores every extended attribute with its file. Sharing equal ones needs another walk, in which mkfs.erofs
-/// 1.5 fails at [ghosts](Tree::ghosts) even if they are excluded.
+/// The time limit of the walk through a tree: there may be millions of files on a slow disk, and the walk holds one of
+/// the build permits.
+const WALK_TIME: Duration = Duration::from_secs(120);
+
+/// Stores every extended attribute with its file. Sharing equal attributes needs another walk, in which mkfs.erofs 1.5
+/// fails at [ghosts](Tree::ghosts) even if they are excluded.
 const XATTRS_INLINE: &str = "-x2147483647";
-/// Stores every file's tail in its own blocks: a guest reads 185 MB in 5,700 files in 2.8 s instead of 3.9 s
-/// (TCG, median of 6), and the image is 7 % larger. See docs/decisions/0002-rootfs-as-erofs.md.
+/// Stores every file's tail in its own blocks: a guest reads 185 MB in 5,700 files in 2.8 s instead of 3.9 s (TCG,
+/// median of 6), and the image is 7 % larger. See docs/decisions/0002-rootfs-as-erofs.md.
 const ENDS_IN_BLOCKS: &str = "-Enoinline_data";
 
 /// The source of an image.
@@ -54,8 +57,10 @@ const ENDS_IN_BLOCKS: &str = "-Enoinline_data";
 pub enum Content {
     /// The merged view of layers.
     Chain(Chain),
-    /// One directory, including overlay's marks.
+    /// One directory with a whole root file system.
     Directory(PathBuf),
+    /// One directory above other disks, with overlay's whiteouts.
+    Upper(PathBuf),
 }
 
 impl Content {
@@ -63,7 +68,7 @@ impl Content {
     pub fn dirs(&self) -> Vec<PathBuf> {
         match self {
             Content::Chain(chain) => chain.dirs.clone(),
-            Content::Directory(dir) => vec![dir.clone()],
+            Content::Directory(dir) | Content::Upper(dir) => vec![dir.clone()],
         }
     }
 }
@@ -75,9 +80,9 @@ pub struct Job {
     pub mkfs: PathBuf,
     /// The source.
     pub content: Content,
-    /// Existing directory of the store, empty on the host; the merged view is mounted there.
+    /// An existing directory of the store, empty on the host, on which the merged view is mounted.
     pub work: PathBuf,
-    /// Path of the image; removed on failure.
+    /// The path of the image, which is removed on failure.
     pub image: PathBuf,
 }
 
@@ -89,10 +94,10 @@ pub async fn image(job: Job) -> Result<(), BuildError> {
     let started = thread::Builder::new().name("mkfs".into()).spawn(move || {
         let made = make(&job);
         if made.is_err() {
-            // It may not exist; the first error is reported.
+            // The file may not exist. The first error is reported.
             let _ = fs::remove_file(&job.image);
         }
-        // Fails if the receiver is gone: the daemon is stopping.
+        // The receiver is gone if the daemon is stopping.
         let _ = done.send(made);
     });
     started.map_err(|source| BuildError::Path {
@@ -105,12 +110,12 @@ pub async fn image(job: Job) -> Result<(), BuildError> {
 
 fn make(job: &Job) -> Result<(), BuildError> {
     let root = match &job.content {
-        Content::Directory(dir) => dir.clone(),
+        Content::Directory(dir) | Content::Upper(dir) => dir.clone(),
         Content::Chain(chain) => mount_view(chain, &job.work)?,
     };
     let dir = job.image.parent().unwrap_or(Path::new("/"));
-    let full = || BuildError::Full { dir: dir.to_owned(), layers: job.content.dirs() };
-    let tree = Tree::of(&root)?;
+    let full = |needed| BuildError::Full { dir: dir.to_owned(), layers: job.content.dirs(), needed };
+    let tree = Tree::of(&root, matches!(job.content, Content::Upper(_)), WALK_TIME)?;
     let bytes = tree.data.saturating_add(tree.holes);
     if bytes > MAX_IMAGE_BYTES {
         return Err(BuildError::TooLarge { layers: job.content.dirs(), bytes });
@@ -118,7 +123,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     let keep_holes = tree.holes > HOLES_WORTH_KEEPING;
     let needed = if keep_holes { tree.data } else { bytes };
     if free_bytes(dir).is_some_and(|free| needed > free) {
-        return Err(full());
+        return Err(full(needed));
     }
 
     let mut args: Vec<OsString> = vec!["--quiet".into(), XATTRS_INLINE.into(), ENDS_IN_BLOCKS.into()];
@@ -135,21 +140,24 @@ fn make(job: &Job) -> Result<(), BuildError> {
     let setting = " or set rootfs.mkfs_erofs";
     let confined = Confined { jail: Some(cell.jail()?), limit: time_for(bytes) };
     run(&job.mkfs, args, &job.image, setting, confined).map_err(|error| match error {
-        BuildError::Failed { stderr, .. } if stderr.contains("No space left") => full(),
+        BuildError::Failed { stderr, .. } if stderr.contains("No space left") => full(0),
         // mkfs.erofs does not always report why a write failed.
-        BuildError::Failed { .. } if free_bytes(dir).is_some_and(|free| free < 64 << 10) => full(),
+        BuildError::Failed { .. } if free_bytes(dir).is_some_and(|free| free < 64 << 10) => full(0),
         other => other,
     })?;
-    let written = File::open(&job.image).and_then(|file| file.sync_all());
-    written.map_err(|source| match source.kind() {
-        io::ErrorKind::StorageFull => full(),
+    cell::take_back(&job.image).map_err(|source| match source.kind() {
+        io::ErrorKind::StorageFull => full(0),
         _ => BuildError::Path { action: "write", path: job.image.clone(), source },
     })?;
-    superblock::check(&job.image, FsType::Erofs)
+    let image = File::open(&job.image).map_err(|source| BuildError::Path {
+        action: "read image",
+        path: job.image.clone(),
+        source,
+    })?;
+    superblock::check(&image, &job.image, FsType::Erofs)
 }
 
-/// Returns the time limit of mkfs.erofs for files of so many bytes: some minutes, plus the time of a slow
-/// disk.
+/// Returns the time limit of mkfs.erofs for this many bytes of files: a few minutes, plus the time of a slow disk.
 fn time_for(bytes: u64) -> Duration {
     Duration::from_secs(300 + bytes / SLOWEST)
 }
@@ -165,15 +173,15 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     };
     const PRIVILEGE: &str = "the daemon needs CAP_SYS_ADMIN";
 
-    // This also gives the thread its own current directory.
+    // The thread also gets its own current directory.
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed(PRIVILEGE))?;
-    // A slave still receives the host's unmounts, so this namespace keeps no mount busy.
+    // A slave mount still receives the host's unmounts, so this namespace keeps no mount busy.
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_SLAVE, None::<&str>)
         .map_err(failed(PRIVILEGE))?;
     mount(Some("sandboxer"), work, Some("tmpfs"), MsFlags::empty(), Some("size=1m,mode=0700"))
         .map_err(failed(PRIVILEGE))?;
 
-    // Mount options are limited to one page: short symlinks stand for long paths.
+    // Mount options are limited to one page, so short symlinks stand for long paths.
     let mut options = String::from("lowerdir=");
     for (index, dir) in chain.dirs.iter().enumerate() {
         let link = work.join(index.to_string());
@@ -199,7 +207,7 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
 }
 
 /// Returns the free bytes on the file system of `dir`, if known.
-fn free_bytes(dir: &Path) -> Option<u64> {
+pub fn free_bytes(dir: &Path) -> Option<u64> {
     let stat = statvfs(dir).ok()?;
     stat.blocks_available().checked_mul(stat.fragment_size())
 }

@@ -1,13 +1,13 @@
-//! The jail of mkfs.erofs: a tenant made its input, so it sees only that, its output file, and nothing else.
+//! The jail of mkfs.erofs. A tenant made its input, so it sees only that and its output file. It runs as a user of its
+//! own, which owns the output while it runs.
 
 use std::{
     fs::{self, File},
     io,
-    os::unix::fs::DirBuilderExt,
+    os::unix::fs::{DirBuilderExt, chown, fchown},
     path::{Path, PathBuf},
 };
 
-use caps::Capability;
 use sandboxer_process::jail::Jail;
 
 use super::{
@@ -20,15 +20,12 @@ pub const IMAGE: &str = "/image";
 /// Path of the source tree in the jail.
 pub const TREE: &str = "/tree";
 
-/// Its capabilities: to read files of all owners, and to see `trusted.*` attributes, such as overlay's marks.
-const KEEPS: [Capability; 2] = [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_ADMIN];
-
 /// Temporary files beside an image while it is created, removed when dropped.
 #[derive(Debug)]
 pub struct Cell<'a> {
     job: &'a Job,
     tree: &'a Path,
-    /// Temporary directory of mkfs.erofs, as large as the image if that is made of chunks: so it is on a
+    /// The temporary directory of mkfs.erofs. It becomes as large as the image if that is made of chunks, so it is on a
     /// disk.
     scratch: PathBuf,
 }
@@ -57,19 +54,28 @@ impl<'a> Cell<'a> {
     }
 
     fn try_jail(&self) -> io::Result<Jail> {
-        // For a chain, the view is mounted below the work directory, and must not be covered by another
-        // mount.
+        // The view of a chain is mounted below the work directory, and must not be covered by another mount.
         let root = match self.job.content {
-            Content::Directory(_) => self.job.work.clone(),
+            Content::Directory(_) | Content::Upper(_) => self.job.work.clone(),
             Content::Chain(_) => self.job.work.join("jail"),
         };
         fs::create_dir_all(&root)?;
-        let mut jail = Jail::of_tool(&root, &sandboxer_process::find(&self.job.mkfs), &KEEPS)?;
+        let mut jail = Jail::of_tool(&root, &sandboxer_process::find(&self.job.mkfs), &self.scratch)?;
+        for own in [&self.job.image, &self.scratch] {
+            chown(own, Some(jail.user()), Some(jail.user()))?;
+        }
         jail.bind(self.tree, TREE.trim_start_matches('/'), false)?;
         jail.bind(&self.job.image, IMAGE.trim_start_matches('/'), true)?;
         jail.bind(&self.scratch, "tmp", true)?;
         Ok(jail)
     }
+}
+
+/// Makes root the owner of the image again, and syncs it.
+pub fn take_back(image: &Path) -> io::Result<()> {
+    let file = File::open(image)?;
+    fchown(&file, Some(0), Some(0))?;
+    file.sync_all()
 }
 
 impl Drop for Cell<'_> {

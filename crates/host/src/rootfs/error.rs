@@ -11,7 +11,7 @@ use crate::helper::HelperError;
 /// Why a container's root file system cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum RootfsError {
-    /// Its snapshot has an unsupported type.
+    /// The snapshot has an unsupported type.
     #[error("snapshot of container {container} in pod {pod} cannot become a disk")]
     Mount {
         /// The pod.
@@ -22,17 +22,17 @@ pub enum RootfsError {
         #[source]
         refusal: Refusal,
     },
-    /// Its disks cannot be created.
+    /// The disks cannot be created.
     #[error("cannot create the root file system of container {container} in pod {pod}")]
     Build {
         /// The pod.
         pod: SandboxId,
         /// The container.
         container: ContainerId,
-        /// The cause; shared with others that waited for the same image.
+        /// The cause, shared with others that waited for the same image.
         source: Arc<BuildError>,
     },
-    /// Its writable disk cannot be created.
+    /// The writable disk cannot be created.
     #[error(
         "cannot create the scratch disk of container {container} in pod {pod}: free space below state_dir, or set \
          rootfs.writable to \"memory\""
@@ -45,13 +45,13 @@ pub enum RootfsError {
         /// The cause.
         source: Box<BuildError>,
     },
-    /// The store's own directory failed.
+    /// The store's own directory cannot be used.
     #[error("cannot open the root file systems' store")]
     Open(#[from] BuildError),
 }
 
 impl RootfsError {
-    /// Returns the code of the response.
+    /// Returns the gRPC code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Mount { .. } => Code::Unimplemented,
@@ -63,12 +63,15 @@ impl RootfsError {
 }
 
 impl BuildError {
-    /// Returns the code of the response.
+    /// Returns the gRPC code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Image { .. }
+            | Self::Foreign { .. }
             | Self::TooLarge { .. }
             | Self::TooDeep { .. }
+            | Self::TooMany { .. }
+            | Self::Marked { .. }
             | Self::TooManyGhosts { .. } => Code::FailedPrecondition,
             Self::Helper(error) => error.code(),
             _ => Code::Internal,
@@ -84,7 +87,7 @@ pub enum BuildError {
     Path {
         /// The operation.
         action: &'static str,
-        /// Its path.
+        /// The path of the operation.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -92,7 +95,7 @@ pub enum BuildError {
     /// The merged view of a chain of layers cannot be mounted.
     #[error("cannot mount the merged view of layers {layers:?}: {hint}")]
     View {
-        /// Uppermost first.
+        /// The layers, uppermost first.
         layers: Vec<PathBuf>,
         /// What to do.
         hint: &'static str,
@@ -114,9 +117,9 @@ pub enum BuildError {
     Failed {
         /// The program.
         program: PathBuf,
-        /// "exited with status 1", "was killed by signal 9".
+        /// How it failed: "exited with status 1", "was killed by signal 9".
         how: String,
-        /// The file it was to create.
+        /// The file that it should have created.
         path: PathBuf,
         /// The end of its stderr.
         stderr: String,
@@ -126,7 +129,7 @@ pub enum BuildError {
     TooSlow {
         /// The program.
         program: PathBuf,
-        /// The file it was to create.
+        /// The file that it should have created.
         path: PathBuf,
         /// The time limit.
         limit: Duration,
@@ -134,10 +137,12 @@ pub enum BuildError {
     /// The file system that holds the images is full.
     #[error("no space left in {dir:?} for an image of {layers:?}: free some, or lower rootfs.cache_mib")]
     Full {
-        /// The store.
+        /// The store's directory.
         dir: PathBuf,
         /// The source of the image.
         layers: Vec<PathBuf>,
+        /// Bytes that the image takes; 0: unknown.
+        needed: u64,
     },
     /// The files of a snapshot are larger than the limit, holes included.
     #[error("files of {layers:?} have {bytes} bytes, holes included, which is more than an image may hold")]
@@ -147,15 +152,36 @@ pub enum BuildError {
         /// Sum of the files' sizes.
         bytes: u64,
     },
-    /// Directories are nested too deep.
+    /// Directories are nested too deeply.
     #[error(
         "the directory {path:?} of a snapshot lies too deep: an image may have {most} directories in one another"
     )]
     TooDeep {
-        /// The first that is too deep.
+        /// The first directory that is too deep.
         path: PathBuf,
         /// The limit.
         most: usize,
+    },
+    /// The walk through a snapshot takes too long.
+    #[error(
+        "the files of a snapshot were not read within {limit:?}, up to {path:?}: they are too many, or the disk is too slow"
+    )]
+    TooMany {
+        /// The path that the walk had reached.
+        path: PathBuf,
+        /// The time limit.
+        limit: Duration,
+    },
+    /// A snapshot's own directory has one of overlay's marks, which its image cannot have.
+    #[error(
+        "{path:?} in the snapshot has the attribute {mark:?}, which hides files of the images below and which an image cannot \
+         keep: start from a new snapshot"
+    )]
+    Marked {
+        /// The file.
+        path: PathBuf,
+        /// The attribute.
+        mark: &'static str,
     },
     /// Too many whiteouts without a lower file.
     #[error(
@@ -163,9 +189,9 @@ pub enum BuildError {
          the last one is {path:?}"
     )]
     TooManyGhosts {
-        /// The first beyond the limit.
+        /// The first whiteout beyond the limit.
         path: PathBuf,
-        /// Limit of the length of all their paths, bytes.
+        /// The most bytes of all their paths.
         most: usize,
     },
     /// An image is damaged, or of another type.
@@ -177,6 +203,14 @@ pub enum BuildError {
         fstype: FsType,
         /// What is wrong with it.
         reason: String,
+    },
+    /// A file that the daemon did not create is in a disk's place.
+    #[error("{path:?} is not the disk that was made for this volume: {what}; remove it, or the pod")]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: &'static str,
     },
     /// A helper failed or timed out.
     #[error(transparent)]

@@ -1,10 +1,10 @@
 //! Writable file systems, each in a sparse file: created at the first use, never over an existing one.
 
 use std::{
-    ffi::OsString,
-    fs::{self, File},
-    io::{self, Read, Seek, SeekFrom, Write},
-    os::unix::fs::OpenOptionsExt,
+    ffi::{OsStr, OsString},
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -13,31 +13,37 @@ use nix::{
     errno::Errno,
     unistd::{Whence, lseek},
 };
+use rustix::{
+    fs::{XattrFlags, fgetxattr, fsetxattr},
+    process::geteuid,
+};
 
 use super::{
     BuildError, FsType,
     program::{Confined, run},
     superblock,
 };
+use crate::beneath::{Access, Dir, Found, Kind, for_child};
 
 /// Program that creates the file system.
 const MKFS: &str = "mkfs.ext4";
-/// Time limit, long enough for an empty file system on any disk.
+/// The time limit of [`MKFS`], enough for an empty file system on any disk.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// The purpose of a file system.
+/// How often a file system is mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// It may be mounted again, also after its VM was killed.
+    /// A file system that may be mounted again, even after its VM was killed.
     Kept,
-    /// It is mounted once.
+    /// A file system that is mounted once.
     Scratch,
 }
 
 impl Use {
-    /// Returns the options that turn features off. No file system grows, so none reserves space for that: an empty one of 10 GiB
-    /// then has 230 KiB instead of 4.3 MiB. A kubelet counts what an emptyDir takes, also when it is empty, and evicts the pod if
-    /// that is more than the volume's limit. A file system that is mounted once needs no journal.
+    /// Returns the options that turn features off. No file system grows, so none reserves space for growth: an empty
+    /// one of 10 GiB then takes 230 KiB instead of 4.3 MiB. A kubelet counts the bytes of an emptyDir even when it is
+    /// empty, and evicts the pod if they exceed the volume's limit. A file system that is mounted once needs no
+    /// journal.
     fn features(self) -> &'static [&'static str] {
         match self {
             Self::Kept => &["-O", "^resize_inode"],
@@ -46,144 +52,219 @@ impl Use {
     }
 }
 
-/// Creates a sparse ext4 file system of `size` bytes at `path`, unless one exists.
-///
-/// The file gets its name last, so a VM never sees an incomplete one. Blocks on the file system and the
-/// program.
-pub fn ensure(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
-    match path.try_exists() {
-        Ok(true) => superblock::check(path, FsType::Ext4),
-        Ok(false) => make(path, size, purpose),
-        Err(source) => Err(BuildError::Path { action: "stat", path: path.to_owned(), source }),
+/// The extended attribute of a disk's file that says where the file belongs.
+const MARK: &str = "trusted.sandboxer";
+/// The longest mark, bytes.
+const MAX_MARK: usize = 1024;
+/// The number of bytes copied at once.
+const PIECE: usize = 64 << 10;
+/// How often a file is looked up again while another process creates it.
+const ATTEMPTS: usize = 3;
+
+/// A file with a file system.
+#[derive(Debug, Clone, Copy)]
+pub struct Disk<'a> {
+    /// The file's directory. A pod may be able to write to it.
+    pub dir: &'a Dir,
+    /// The file's name.
+    pub name: &'a OsStr,
+    /// The mark that says where the file belongs. `None`: no pod can write to its directory.
+    pub mark: Option<&'a [u8]>,
+}
+
+/// How a file system is created.
+#[derive(Debug)]
+pub enum Made<'a> {
+    /// A copy of this sparse file.
+    Copied(&'a File),
+    /// A new file system.
+    New {
+        /// The size of the file system, bytes.
+        bytes: u64,
+        /// How often it is mounted.
+        purpose: Use,
+    },
+}
+
+impl Disk<'_> {
+    /// Opens the file system for reading and writing; creates it unless it exists.
+    ///
+    /// The file gets its name last, so no reader sees an incomplete one. Blocks on the file system and the program.
+    pub fn ensure(&self, made: &Made<'_>) -> Result<File, BuildError> {
+        for _ in 1..ATTEMPTS {
+            match self.dir.find(self.name) {
+                Ok(found) => return self.open(&found),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(self.failed("open")(source)),
+            }
+            match self.make(made) {
+                // Another process may create the same file: a helper that outlives its worker goes on.
+                Err(BuildError::Path { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {}
+                made => return made,
+            }
+        }
+        Err(self.failed("create")(io::ErrorKind::ResourceBusy.into()))
+    }
+
+    fn path(&self) -> PathBuf {
+        self.dir.path().join(self.name)
+    }
+
+    fn failed(&self, action: &'static str) -> impl Fn(io::Error) -> BuildError + use<> {
+        let path = self.path();
+        move |source| BuildError::Path { action, path: path.clone(), source }
+    }
+
+    /// Opens an existing file, if the daemon created it.
+    fn open(&self, found: &Found) -> Result<File, BuildError> {
+        let stat = found.stat();
+        let strange = if found.kind() != Kind::File {
+            "it is no regular file"
+        } else if stat.st_uid != geteuid().as_raw() {
+            "it is another user's"
+        } else if stat.st_nlink != 1 {
+            "it has several names"
+        } else {
+            ""
+        };
+        if !strange.is_empty() {
+            return Err(self.foreign(strange));
+        }
+        let file = found.open(Access::ReadWrite).map_err(self.failed("open"))?;
+        if let Some(mark) = self.mark {
+            let mut there = [0; MAX_MARK];
+            match fgetxattr(&file, MARK, &mut there[..]) {
+                Ok(length) if there.get(..length) != Some(mark) => {
+                    return Err(self.foreign("it was made for another volume"));
+                }
+                // An earlier daemon created the file, or its file system has no attributes.
+                _ => {}
+            }
+        }
+        superblock::check(&file, &self.path(), FsType::Ext4)?;
+        Ok(file)
+    }
+
+    fn foreign(&self, what: &'static str) -> BuildError {
+        BuildError::Foreign { path: self.path(), what }
+    }
+
+    fn make(&self, made: &Made<'_>) -> Result<File, BuildError> {
+        let temporary = self.dir.temporary().map_err(self.failed("create"))?;
+        let file = temporary.file();
+        match made {
+            Made::Copied(from) => copy_data(from, file).map_err(self.failed("create disk"))?,
+            Made::New { bytes, purpose } => {
+                file.set_len(*bytes).map_err(self.failed("resize"))?;
+                // Inode tables are zeros in a new sparse file; a container's layer needs no space reserved for root.
+                let options =
+                    ["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard", "--"];
+                let options = purpose.features().iter().chain(&options);
+                let args = options.map(OsString::from).chain([for_child(file).into()]);
+                // The program reads no file of a tenant.
+                run(Path::new(MKFS), args, &self.path(), "", Confined { jail: None, limit: LIMIT })?;
+                file.sync_all().map_err(self.failed("write"))?;
+            }
+        }
+        if let Some(mark) = self.mark {
+            match fsetxattr(file, MARK, mark, XattrFlags::empty()) {
+                // The file system has no attributes, or none for this user namespace.
+                Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::PERM) => {}
+                Err(errno) => return Err(self.failed("mark")(errno.into())),
+            }
+        }
+        temporary.keep(self.name).map_err(self.failed("name"))
     }
 }
 
-fn make(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
-    let unfinished = unfinished(path);
-    let made = try_make(path, &unfinished, size, purpose);
-    if made.is_err() {
-        // Missing if the last step had succeeded; the first error is reported.
-        let _ = fs::remove_file(&unfinished);
-    }
-    made
-}
-
-fn try_make(path: &Path, unfinished: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
-    let host = |action| move |source: io::Error| BuildError::Path { action, path: path.to_owned(), source };
-    let file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(unfinished)
-        .map_err(host("create"))?;
-    file.set_len(size).map_err(host("resize"))?;
-    // Inode tables are zeros in a new sparse file; a container's layer needs no space reserved for root.
-    let options = ["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard", "--"];
-    let options = purpose.features().iter().chain(&options);
-    let args = options.map(OsString::from).chain([unfinished.into()]);
-    // It reads no file of a tenant.
-    run(Path::new(MKFS), args, path, "", Confined { jail: None, limit: LIMIT })?;
-    file.sync_all().map_err(host("write"))?;
-    name(unfinished, path).map_err(host("rename"))
-}
-
-/// Returns the temporary name of the file for `path` in this process. Another process may create the same
-/// file: a helper that outlives its worker continues.
-pub fn unfinished(path: &Path) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(format!(".unfinished-{}", std::process::id()));
-    name.into()
-}
-
-/// Gives a finished file its name. If the name exists, keeps that file: a VM may already use it.
-pub fn name(unfinished: &Path, path: &Path) -> io::Result<()> {
-    match fs::hard_link(unfinished, path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.symlink_metadata()?.is_file() => {}
-        named => named?,
-    }
-    fs::remove_file(unfinished)
-}
-
-/// Copies a sparse file; the copy gets its name when it is complete, unless the name exists by then. Replaces
-/// anything but a regular file.
-pub fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
-    let unfinished = unfinished(to);
-    let link = if to.symlink_metadata().is_ok_and(|there| !there.is_file()) { Some(to) } else { None };
-    let copied = [Some(unfinished.as_path()), link]
-        .into_iter()
-        .flatten()
-        .try_for_each(remove_if_there)
-        .and_then(|()| copy_data(from, &unfinished))
-        .and_then(|()| name(&unfinished, to));
-    copied.map_err(|source| {
-        // The first error is reported.
-        let _ = fs::remove_file(&unfinished);
-        BuildError::Path { action: "create disk", path: to.to_owned(), source }
-    })
-}
-
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    }
-}
-
-fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
-    let mut source = File::open(from)?;
-    let mut target = File::options().write(true).create_new(true).mode(0o600).open(to)?;
-    target.set_len(source.metadata()?.len())?;
-    let mut at = 0;
+/// Copies a sparse file to an empty one.
+fn copy_data(from: &File, to: &File) -> io::Result<()> {
+    to.set_len(from.metadata()?.len())?;
+    let (mut at, mut piece) = (0, vec![0; PIECE]);
     loop {
-        at = match lseek(&source, at, Whence::SeekData) {
+        // Others copy the same file, so its position is not used.
+        at = match lseek(from, at, Whence::SeekData) {
             Ok(data) => data,
             // Only a hole follows.
             Err(Errno::ENXIO) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         };
-        let end = lseek(&source, at, Whence::SeekHole)?;
-        let offset = SeekFrom::Start(at.unsigned_abs());
-        source.seek(offset)?;
-        target.seek(offset)?;
-        io::copy(&mut Read::by_ref(&mut source).take((end - at).unsigned_abs()), &mut target)?;
-        target.flush()?;
-        at = end;
+        let end = lseek(from, at, Whence::SeekHole)?;
+        while at < end {
+            let length = usize::try_from(end - at).unwrap_or(PIECE).min(PIECE);
+            from.read_exact_at(&mut piece[..length], at.unsigned_abs())?;
+            to.write_all_at(&piece[..length], at.unsigned_abs())?;
+            at += i64::try_from(length).unwrap_or(i64::MAX);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::MetadataExt;
+    use std::{
+        fs,
+        os::unix::fs::{MetadataExt, symlink},
+    };
 
     use super::*;
 
     #[test]
     fn an_empty_file_system_takes_little_of_the_host() {
         let dir = tempfile::tempdir().unwrap();
+        let root = Dir::host(dir.path()).unwrap();
         for (name, purpose) in [("kept", Use::Kept), ("scratch", Use::Scratch)] {
-            let disk = dir.path().join(name);
-            ensure(&disk, 10 << 30, purpose).unwrap();
-            let taken = disk.metadata().unwrap().blocks() * 512;
+            let disk = Disk { dir: &root, name: name.as_ref(), mark: None };
+            let file = disk.ensure(&Made::New { bytes: 10 << 30, purpose }).unwrap();
+            let taken = file.metadata().unwrap().blocks() * 512;
             assert!(taken < 512 << 10, "{name}: {taken} bytes");
         }
     }
 
     #[test]
-    fn a_file_that_has_its_name_is_not_replaced_by_one_that_comes_late() {
+    fn nothing_that_is_there_is_written_to() {
         let dir = tempfile::tempdir().unwrap();
-        let [early, late, disk, link] = ["early", "late", "disk", "link"].map(|name| dir.path().join(name));
-        fs::write(&early, "early").unwrap();
-        name(&early, &disk).unwrap();
-        let in_use = File::open(&disk).unwrap();
-        fs::write(&late, "late").unwrap();
-        name(&late, &disk).unwrap();
-        assert_eq!(fs::read(&disk).unwrap(), b"early");
-        assert_eq!(in_use.metadata().unwrap().len(), 5);
-        assert!(!early.exists() && !late.exists(), "what is not needed stays");
+        let root = Dir::host(dir.path()).unwrap();
+        let victim = dir.path().join("victim");
+        fs::write(&victim, "of the host").unwrap();
+        // Earlier versions wrote to a file whose name can be guessed.
+        for pid in [1, std::process::id()] {
+            symlink(&victim, dir.path().join(format!("disk.unfinished-{pid}"))).unwrap();
+        }
+        let disk = |name: &'static str| Disk { dir: &root, name: name.as_ref(), mark: Some(b"u/v") };
+        let made = || Made::New { bytes: 16 << 20, purpose: Use::Kept };
+        let file = disk("disk").ensure(&made()).unwrap();
+        assert_eq!(fs::read(&victim).unwrap(), b"of the host");
+        let again = disk("disk").ensure(&Made::Copied(&file)).unwrap();
+        assert_eq!(again.metadata().unwrap().ino(), file.metadata().unwrap().ino(), "it is there");
+        let copy = disk("copy").ensure(&Made::Copied(&file)).unwrap();
+        let read = |file: &File| {
+            let mut bytes = vec![0; 16 << 20];
+            file.read_exact_at(&mut bytes, 0).unwrap();
+            bytes
+        };
+        assert!(read(&file) == read(&copy));
+        symlink(&victim, dir.path().join("link")).unwrap();
+        for made in [made(), Made::Copied(&file)] {
+            assert!(matches!(disk("link").ensure(&made).unwrap_err(), BuildError::Path { .. }));
+        }
+        assert_eq!(fs::read(&victim).unwrap(), b"of the host");
+        let left: Vec<_> = root.names(9).unwrap().into_iter().filter(|name| name != "victim").collect();
+        assert_eq!(left.len(), 5, "{left:?}");
+    }
 
-        fs::write(&late, "late").unwrap();
-        std::os::unix::fs::symlink(&disk, &link).unwrap();
-        assert!(name(&late, &link).is_err(), "a link was taken for the disk");
+    #[test]
+    fn a_disk_of_another_volume_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = Dir::host(dir.path()).unwrap();
+        let disk =
+            |mark: &'static str| Disk { dir: &root, name: "disk".as_ref(), mark: Some(mark.as_bytes()) };
+        let made = Made::New { bytes: 16 << 20, purpose: Use::Kept };
+        disk("u/v").ensure(&made).unwrap();
+        let error = disk("u/w").ensure(&made).unwrap_err();
+        if fgetxattr(root.find("disk").unwrap().open(Access::Read).unwrap(), MARK, &mut [0; 9][..]).is_err() {
+            return println!("not tested: no attributes here");
+        }
+        assert!(error.to_string().contains("another volume"), "{error}");
+        disk("u/v").ensure(&made).unwrap();
     }
 }

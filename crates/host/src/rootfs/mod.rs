@@ -20,6 +20,7 @@ mod tree;
 
 use std::{
     fmt,
+    fs::File,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -27,41 +28,42 @@ use std::{
 use sandboxer_base::digest::hex;
 use sandboxer_config::{RootfsConfig, WritableTo};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
-use sandboxer_vmm::{DiskLimits, DiskSpec};
+use sandboxer_vmm::{DiskFile, DiskLimits, DiskRecord, DiskSpec};
 use sha2::{Digest, Sha256};
 
 use self::{
+    build::Content,
     cache::Cache,
     mounts::{Lower, Wanted, WantedWritable},
     scratch::Scratches,
 };
-use super::helper::{Helpers, Request};
+use super::helper::Helpers;
 
+pub(crate) use self::superblock::check as check_image;
 pub use self::{
     cache::{Lease, key_of},
     error::{BuildError, RootfsError},
     mounts::Chain,
     scratch::{EmptyScratch, Scratch},
-    superblock::check as check_image,
 };
 
-/// A mount from containerd's request.
+/// A mount in containerd's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// "overlay", "bind", "erofs", "ext4", "format/mkdir/overlay", ….
+    /// The type: "overlay", "bind", "erofs", "ext4", "format/mkdir/overlay", ….
     pub fstype: String,
-    /// Path, device, or a meaningless name.
+    /// The source: a path, a device, or a meaningless name.
     pub source: String,
-    /// As in fstab.
+    /// The options, as in fstab.
     pub options: Vec<String>,
 }
 
-/// A file system that a guest mounts from a disk.
+/// A type of file system that a guest mounts from a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum FsType {
-    /// Read-only, created by this daemon or by the erofs snapshotter.
+    /// The read-only file system that this daemon or the erofs snapshotter creates.
     Erofs,
-    /// Writable.
+    /// The writable file system.
     Ext4,
 }
 
@@ -75,7 +77,7 @@ impl fmt::Display for FsType {
 }
 
 /// A disk and its file system.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Layer {
     /// The disk.
     pub disk: DiskSpec,
@@ -84,15 +86,17 @@ pub struct Layer {
 }
 
 /// The writable part of a root file system.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum Writable {
-    /// Guest memory, at most this many bytes; 0: half of it.
+    /// Guest memory, with a limit.
     Tmpfs {
-        /// The limit.
+        /// Most bytes; 0: half of the guest's memory.
         bytes: u64,
     },
     /// A disk that is deleted with the container, over the layers.
     Scratch(DiskSpec),
+    /// A scratch disk that the guest already has.
+    Spare(DiskRecord),
     /// A disk of the snapshotter, over the layers.
     Overlay(Layer),
     /// The disk with the whole root file system; there are no layers.
@@ -106,13 +110,13 @@ pub struct RootfsPlan {
     pub lower: Vec<Layer>,
     /// The writable part.
     pub writable: Writable,
-    /// Serial for a further disk.
+    /// The serial of the next disk, if one is added.
     pub next_serial: String,
-    /// Keep the cached images among the layers.
+    /// The leases that keep the cached images among the layers.
     pub leases: Vec<Lease>,
 }
 
-/// Converts snapshots to disks, and caches the images.
+/// A store that converts snapshots to disks, and caches the images.
 #[derive(Debug)]
 pub struct RootfsStore {
     cache: Cache,
@@ -122,7 +126,7 @@ pub struct RootfsStore {
 }
 
 impl RootfsStore {
-    /// Opens the store in `dir`; removes unfinished files of an earlier daemon.
+    /// Opens the store in `dir`; removes the unfinished files of an earlier daemon.
     pub fn open(dir: &Path, config: &RootfsConfig, helpers: Helpers) -> Result<Arc<Self>, RootfsError> {
         let cache = Cache::open(dir, config)?;
         let usual_bytes = match config.writable {
@@ -133,8 +137,7 @@ impl RootfsStore {
         Ok(Arc::new(Self { cache, scratches, config: config.clone(), helpers }))
     }
 
-    /// Creates a scratch disk for a container, of `bytes` or the default size; `None` if containers write to
-    /// memory.
+    /// Creates a container's scratch disk of `bytes`, or of the default size; `None` if containers write to memory.
     pub async fn scratch(
         &self,
         pod: &SandboxId,
@@ -152,8 +155,8 @@ impl RootfsStore {
         })
     }
 
-    /// Returns the empty file system that scratch disks of the default size are copies of; `None` if containers write to
-    /// memory.
+    /// Returns the empty file system from which scratch disks of the default size are copied; `None` if containers
+    /// write to memory.
     pub async fn empty_scratch(&self) -> Result<Option<EmptyScratch>, BuildError> {
         match self.config.writable {
             WritableTo::Memory => Ok(None),
@@ -163,8 +166,8 @@ impl RootfsStore {
 
     /// Creates the disks for a container from its snapshot's `mounts`.
     ///
-    /// May be dropped at any time: unfinished work for this container only is undone; an image that others
-    /// may need is completed.
+    /// May be dropped at any time: unfinished work for this container only is undone, and an image that others may need
+    /// is completed.
     pub async fn prepare(
         &self,
         pod: &SandboxId,
@@ -188,7 +191,7 @@ impl RootfsStore {
         self.cache.lease(image)
     }
 
-    /// Marks the leases of an earlier daemon's containers as complete: unused images may be removed from now
+    /// Reports that the containers of an earlier daemon hold all their leases: unused images may be removed from now
     /// on.
     pub fn settle(&self) {
         self.cache.settle();
@@ -204,49 +207,61 @@ impl RootfsStore {
         let mut disks = Disks::new(container);
         let mut lower = Vec::with_capacity(wanted.lower.len());
         let mut leases = Vec::new();
-        for layer in wanted.lower {
-            let (path, fstype) = match layer {
+        let private = async |content, leases: &mut Vec<Lease>| {
+            let lease = self.cache.private_image(content).await?;
+            let file = cached(lease.path()).await?;
+            leases.push(lease);
+            Ok::<_, Arc<BuildError>>((file, FsType::Erofs))
+        };
+        let mut layers = wanted.lower.into_iter().peekable();
+        while let Some(layer) = layers.next() {
+            let (file, fstype) = match layer {
                 Lower::Image { path, fstype } => {
-                    helpers.check_image(pod, path.clone(), fstype).await.map_err(BuildError::from)?;
-                    (path, fstype)
+                    (helpers.image(pod, path, fstype, true).await.map_err(BuildError::from)?, fstype)
                 }
                 Lower::Chain(tree) => {
                     let key = helpers.layers_key(pod, tree.clone()).await.map_err(BuildError::from)?;
                     let lease = self.cache.shared_image(key, tree).await?;
-                    let path = lease.path();
+                    let file = cached(lease.path()).await?;
                     leases.push(lease);
-                    (path, FsType::Erofs)
+                    (file, FsType::Erofs)
                 }
                 Lower::Upper(dir)
                     if helpers.is_layer_empty(pod, dir.clone()).await.map_err(BuildError::from)? =>
                 {
                     continue;
                 }
-                Lower::Upper(dir) | Lower::Directory(dir) => {
-                    let lease = self.cache.private_image(dir).await?;
-                    let path = lease.path();
-                    leases.push(lease);
-                    (path, FsType::Erofs)
+                Lower::Upper(dir) => {
+                    let below = layers.next_if(|below| matches!(below, Lower::Chain(_)));
+                    let content = match below {
+                        // One image holds both: overlayfs resolves overlay's marks, which mkfs.erofs must not see.
+                        Some(Lower::Chain(Chain { mut dirs, options })) => {
+                            dirs.insert(0, dir);
+                            Content::Chain(Chain { dirs, options })
+                        }
+                        _ => Content::Upper(dir),
+                    };
+                    private(content, &mut leases).await?
                 }
+                Lower::Directory(dir) => private(Content::Directory(dir), &mut leases).await?,
             };
-            lower.push(disks.next(path, fstype, true));
+            lower.push(disks.next(file, fstype, true));
         }
         let writable = match wanted.writable {
             WantedWritable::Memory => Writable::Tmpfs { bytes: self.memory_bytes() },
             WantedWritable::Scratch { path, size } => {
-                let request = Request::Scratch { path: path.clone(), bytes: size };
-                let ((), _) = helpers.ask(pod, request).await.map_err(BuildError::from)?;
-                Writable::Overlay(disks.next(path, FsType::Ext4, false))
+                let file = helpers.scratch(pod, path, size).await.map_err(BuildError::from)?;
+                Writable::Overlay(disks.next(file, FsType::Ext4, false))
             }
             WantedWritable::Whole { path } => {
-                helpers.check_image(pod, path.clone(), FsType::Ext4).await.map_err(BuildError::from)?;
-                Writable::Whole(disks.next(path, FsType::Ext4, false))
+                let file = helpers.image(pod, path, FsType::Ext4, false).await.map_err(BuildError::from)?;
+                Writable::Whole(disks.next(file, FsType::Ext4, false))
             }
         };
         Ok(RootfsPlan { lower, writable, next_serial: disks.next_serial(), leases })
     }
 
-    /// Returns the most bytes that a container may write to memory; 0: half of its guest's.
+    /// Returns the most bytes that a container may write to memory; 0: half of its guest's memory.
     fn memory_bytes(&self) -> u64 {
         match self.config.writable {
             WritableTo::Memory => self.config.writable_bytes,
@@ -255,16 +270,16 @@ impl RootfsStore {
     }
 }
 
-/// More disks than a container usually has: a snapshot's chain is one.
+/// More disks than a container usually has: a snapshot's chain is one disk.
 const LIKELY_DISKS: usize = 16;
 
-/// Returns the serials that a container's disks may have, if only the container is known.
+/// Returns the serials that a container's disks may have, when nothing but the container is known.
 pub fn serials(container: &ContainerId) -> Vec<String> {
     let mut disks = Disks::new(container);
     (0..LIKELY_DISKS).map(|_| disks.next_serial()).collect()
 }
 
-/// Serials of one container's disks: `c`, 48 bits of the id's hash, the disk's number.
+/// The serials of one container's disks: `c`, 48 bits of the id's hash, the disk's number.
 #[derive(Debug)]
 struct Disks {
     prefix: String,
@@ -277,9 +292,9 @@ impl Disks {
         Self { prefix: format!("c{hash}"), count: 0 }
     }
 
-    fn next(&mut self, path: PathBuf, fstype: FsType, read_only: bool) -> Layer {
+    fn next(&mut self, file: DiskFile, fstype: FsType, read_only: bool) -> Layer {
         Layer {
-            disk: DiskSpec { serial: self.next_serial(), path, read_only, limits: DiskLimits::default() },
+            disk: DiskSpec { serial: self.next_serial(), file, read_only, limits: DiskLimits::default() },
             fstype,
         }
     }
@@ -291,7 +306,16 @@ impl Disks {
     }
 }
 
-/// Runs blocking operations on the daemon's own files in their own thread.
+/// Opens an image of the daemon's own cache.
+async fn cached(path: PathBuf) -> Result<DiskFile, BuildError> {
+    blocking(move || {
+        let opened = File::open(&path).and_then(|file| DiskFile::new(file, path.clone()));
+        opened.map_err(|source| BuildError::Path { action: "open", path, source })
+    })
+    .await
+}
+
+/// Runs blocking operations on the daemon's own files in a thread of their own.
 pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, BuildError> + Send + 'static,
 ) -> Result<T, BuildError> {

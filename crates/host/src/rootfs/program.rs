@@ -24,16 +24,16 @@ use super::BuildError;
 
 /// Most bytes of a program's stderr in an error.
 const STDERR_LEN: usize = 1024;
-/// Most memory of mkfs.erofs, bytes: it needs some 300 for each file.
+/// Most memory of mkfs.erofs, bytes: it needs about 300 bytes per file.
 const MAX_MEMORY_BYTES: u64 = 4 << 30;
 
 /// Restrictions of a program.
 #[derive(Debug)]
 pub struct Confined {
-    /// The jail; `None`: the program runs like the daemon. Only for the one program that the calling thread
-    /// starts: later programs would be in the jail's pid namespace.
+    /// The jail; `None`: the program runs like the daemon. A jail is for the one program that the calling thread
+    /// starts: later ones would be in the jail's PID namespace.
     pub jail: Option<Jail>,
-    /// The program is killed after this time.
+    /// The time after which the program is killed.
     pub limit: Duration,
 }
 
@@ -49,7 +49,7 @@ pub fn run(
     let args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
     #[cfg(test)]
     tests::count_run(program);
-    // Started before the pid namespace is left: a thread cannot be created afterwards.
+    // The thread starts before the PID namespace is left: no thread can be created afterwards.
     let watchdog = Watchdog::start(limit).map_err(failed)?;
     if jail.is_some() {
         unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| failed(errno.into()))?;
@@ -60,7 +60,7 @@ pub fn run(
     unsafe {
         command.pre_exec(move || {
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            // Without a jail the limit may already be smaller, as in a helper.
+            // Without a jail the limit may already be lower, as in a helper.
             let Some(jail) = &jail else { return Ok(()) };
             setrlimit(
                 Resource::As,
@@ -72,7 +72,7 @@ pub fn run(
     let mut child = command.spawn().map_err(failed)?;
     watchdog.watch(&child).map_err(failed)?;
     let stderr = child.stderr.take().map(tail).transpose();
-    // Reaped in any case.
+    // The child is reaped in any case.
     let status = child.wait().map_err(failed)?;
     if watchdog.has_killed() {
         return Err(BuildError::TooSlow { program: program.to_owned(), path: path.to_owned(), limit });
@@ -92,7 +92,7 @@ pub fn run(
 /// A thread that kills a child after a time limit.
 struct Watchdog {
     killed: Arc<AtomicBool>,
-    /// Dropping it ends the thread.
+    /// The sender of the child's pidfd; dropping it ends the thread.
     child: mpsc::Sender<OwnedFd>,
 }
 
@@ -147,7 +147,7 @@ pub mod tests {
 
     use super::*;
 
-    /// How often each program was run: a jailed one cannot report it.
+    /// How often each program ran: a jailed one cannot report it.
     static RUNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
 
     pub fn count_run(program: &Path) {

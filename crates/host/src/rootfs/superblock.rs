@@ -1,10 +1,10 @@
-//! Checks an image's superblock on the host: a truncated or foreign image is an error that names the image,
-//! instead of a mount error in the guest.
+//! Checks an image's superblock on the host, so that a truncated or foreign image is an error that names the image, not
+//! a mount error in the guest.
 
 use std::{
     fs::File,
-    io::{Seek, SeekFrom},
-    os::unix::fs::{FileExt, FileTypeExt},
+    io::{self, Seek, SeekFrom},
+    os::unix::fs::FileExt,
     path::Path,
 };
 
@@ -12,9 +12,9 @@ use sandboxer_base::digest::hex;
 
 use super::{BuildError, FsType};
 
-/// Offset of the superblock in both formats, bytes.
+/// The offset of the superblock in both formats, bytes.
 const OFFSET: u64 = 1024;
-/// Number of bytes to check.
+/// The number of bytes to check.
 const LEN: usize = 1024;
 
 /// Fields of EROFS' superblock (`fs/erofs/erofs_fs.h`).
@@ -40,16 +40,11 @@ mod ext4 {
     pub const INCOMPAT_64BIT: u32 = 0x80;
 }
 
-/// Checks that a file or device contains a complete file system of type `fstype`.
-pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
+/// Checks that a file or device, open for reading, contains a complete file system of type `fstype`; `path` names it.
+pub fn check(mut file: &File, path: &Path, fstype: FsType) -> Result<(), BuildError> {
     let host = |source| BuildError::Path { action: "read image", path: path.to_owned(), source };
     let image = |reason| BuildError::Image { path: path.to_owned(), fstype, reason };
 
-    let kind = path.metadata().map_err(host)?.file_type();
-    if !kind.is_file() && !kind.is_block_device() {
-        return Err(image("it is neither a file nor a block device".into()));
-    }
-    let mut file = File::open(path).map_err(host)?;
     // A block device's metadata has no length, but its end can be sought.
     let have = file.seek(SeekFrom::End(0)).map_err(host)?;
     let mut block = [0; LEN];
@@ -68,12 +63,10 @@ pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
     Ok(())
 }
 
-/// Returns the UUID of the ext4 file system at `path`, hex.
-pub fn ext4_uuid(path: &Path) -> Result<String, BuildError> {
-    let host = |source| BuildError::Path { action: "read image", path: path.to_owned(), source };
+/// Returns the UUID of an ext4 file system, hex.
+pub fn ext4_uuid(file: &File) -> io::Result<String> {
     let mut uuid = [0; 16];
-    let file = File::open(path).map_err(host)?;
-    file.read_exact_at(&mut uuid, OFFSET + ext4::UUID).map_err(host)?;
+    file.read_exact_at(&mut uuid, OFFSET + ext4::UUID)?;
     Ok(hex(&uuid))
 }
 

@@ -1,6 +1,6 @@
 //! The store on real files, with the real mkfs.erofs, overlayfs and loop devices: these need root.
 //!
-//! Whatever a test mounts it mounts in a mount namespace of one of its threads, so nothing can be left.
+//! Each test mounts only in a mount namespace of one of its own threads, so nothing can be left behind.
 
 mod layers;
 mod seen;
@@ -23,12 +23,12 @@ use tempfile::TempDir;
 
 use super::{program::tests::runs, *};
 use layers::awkward_layers;
-use seen::{apart, see_image, see_overlay};
+use seen::{apart, see_image, see_overlay, set_xattr};
 
 /// Snapshots in the layout of containerd's overlayfs snapshotter, and a store.
 struct Fixture {
     dir: TempDir,
-    /// Not below /tmp: mkfs.erofs has its own there.
+    /// A directory outside /tmp: mkfs.erofs has its own /tmp.
     programs: TempDir,
     config: RootfsConfig,
 }
@@ -56,7 +56,7 @@ impl Fixture {
         store
     }
 
-    /// Returns an mkfs of this fixture only, to count its [runs]; it executes `program`.
+    /// Returns an mkfs of this fixture only, whose [runs] can be counted; it executes `program`.
     fn counted_mkfs(&mut self, program: &str) -> PathBuf {
         let script = self.programs.path().join("mkfs");
         fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
@@ -129,8 +129,9 @@ async fn an_image_holds_exactly_what_overlayfs_shows() {
         let plan = prepare(&store, &fixture.overlay(&layers)).await.unwrap();
         let [layer] = &plan.lower[..] else { panic!("{plan:?}") };
         assert_eq!((layer.fstype, layer.disk.read_only), (FsType::Erofs, true));
-        assert_eq!(plan.writable, Writable::Tmpfs { bytes: 7 });
-        let (image, merged) = (see_image(&layer.disk.path), see_overlay(&layers, &fixture.path("empty")));
+        assert!(matches!(plan.writable, Writable::Tmpfs { bytes: 7 }));
+        let (image, merged) =
+            (see_image(layer.disk.file.name()), see_overlay(&layers, &fixture.path("empty")));
         assert!(image.len() > 3);
         for (path, seen) in &merged {
             assert_eq!(image.get(path), Some(seen), "{path:?}");
@@ -141,32 +142,66 @@ async fn an_image_holds_exactly_what_overlayfs_shows() {
 }
 
 #[tokio::test]
-async fn a_snapshot_with_content_of_its_own_is_a_layer_more() {
+async fn a_snapshot_with_content_of_its_own_is_merged_with_its_layers_for_it_alone() {
     let fixture = Fixture::new();
     let store = fixture.store();
     let base = fixture.layer("base", "base");
+    fs::create_dir(base.join("dir")).unwrap();
+    fs::write(base.join("dir/below"), "").unwrap();
     let mounts = fixture.overlay(&[&base]);
     mknod(&fixture.path("upper/name"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+    fs::create_dir(fixture.path("upper/dir")).unwrap();
+    fs::write(fixture.path("upper/dir/above"), "").unwrap();
+    set_xattr(&fixture.path("upper/dir"), "trusted.overlay.opaque", b"y");
     let plan = prepare(&store, &mounts).await.unwrap();
-    let [upper, lower] = &plan.lower[..] else { panic!("{plan:?}") };
-    assert!(
-        see_image(&upper.disk.path)[Path::new("name")].mode & 0o170000 == 0o020000,
-        "the whiteout is kept"
-    );
-    assert!(see_image(&lower.disk.path).contains_key(Path::new("name")));
-    assert_ne!(upper.disk.serial, lower.disk.serial);
-    assert!(upper.disk.serial.len() <= 20);
-    // The snapshot's own content is not shared.
+    let [layer] = &plan.lower[..] else { panic!("{plan:?}") };
+    let seen: Vec<PathBuf> = see_image(layer.disk.file.name()).into_keys().collect();
+    assert_eq!(seen, ["", "dir", "dir/above"].map(PathBuf::from));
+    assert!(layer.disk.serial.len() <= 20);
+    // The image is not shared.
     drop(plan);
-    assert_eq!(fixture.images().len(), 1);
+    assert!(fixture.images().is_empty());
 
     let bound = prepare(&store, &plain("bind", &base, &["rbind", "rw"])).await.unwrap();
     assert_eq!(
-        see_image(&bound.lower[0].disk.path)[Path::new("name")].content,
+        see_image(bound.lower[0].disk.file.name())[Path::new("name")].content,
         Sha256::digest("base").to_vec()
     );
     drop(bound);
-    assert_eq!(fixture.images().len(), 1);
+    assert!(fixture.images().is_empty());
+}
+
+/// In an image, such marks would be lost, and removed files would reappear.
+#[tokio::test]
+async fn a_snapshot_of_its_own_above_images_is_a_layer_more_or_refused_for_a_mark() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let base = fixture.layer("base", "base");
+    let made = prepare(&store, &plain("bind", &base, &[])).await.unwrap();
+    let image = fixture.path("layer.erofs");
+    fs::copy(made.lower[0].disk.file.name(), &image).unwrap();
+    let mut mounts = plain("erofs", &image, &["ro", "loop"]);
+    let upper = fixture.path("upper");
+    fs::create_dir(&upper).unwrap();
+    let dirs = format!("upperdir={}", upper.display());
+    let options = vec![dirs, "lowerdir={{ overlay 0 0 }}".into(), "workdir=/work".into()];
+    mounts.push(Mount { fstype: "format/overlay".into(), source: "overlay".into(), options });
+    mknod(&upper.join("name"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+    fs::create_dir(upper.join("dir")).unwrap();
+    let plan = prepare(&store, &mounts).await.unwrap();
+    let [own, below] = &plan.lower[..] else { panic!("{plan:?}") };
+    assert!(
+        see_image(own.disk.file.name())[Path::new("name")].mode & 0o170000 == 0o020000,
+        "the whiteout is kept"
+    );
+    assert_eq!(below.disk.file.name(), image);
+    assert_ne!(own.disk.serial, below.disk.serial);
+
+    set_xattr(&upper.join("dir"), "trusted.overlay.opaque", b"y");
+    let error = prepare(&store, &mounts).await.unwrap_err();
+    let text = chain(&error);
+    assert!(text.contains("/upper/dir") && text.contains("trusted.overlay.opaque"), "{text}");
+    assert_eq!(error.code(), sandboxer_base::Code::FailedPrecondition);
 }
 
 #[tokio::test]
@@ -177,11 +212,12 @@ async fn many_that_want_one_image_at_once_get_one() {
     let layer = fixture.layer("base", "base");
     let mounts = fixture.overlay(&[&layer]);
     let plans = futures::future::join_all((0..20).map(|_| prepare(&store, &mounts))).await;
-    let paths: Vec<_> = plans.iter().map(|plan| plan.as_ref().unwrap().lower[0].disk.path.clone()).collect();
+    let paths: Vec<_> =
+        plans.iter().map(|plan| plan.as_ref().unwrap().lower[0].disk.file.name().to_owned()).collect();
     assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "{paths:?}");
     assert_eq!((runs(&count), fixture.images().len()), (1, 1));
 
-    // Another chain has another image, and so has a recreated directory.
+    // Another chain has another image, as does a recreated directory.
     let other = fixture.layer("other", "other");
     prepare(&store, &fixture.overlay(&[&other, &layer])).await.unwrap();
     assert_eq!(runs(&count), 2);
@@ -189,7 +225,7 @@ async fn many_that_want_one_image_at_once_get_one() {
     fixture.layer("base", "new");
     let anew = prepare(&store, &mounts).await.unwrap();
     assert_eq!(
-        see_image(&anew.lower[0].disk.path)[Path::new("name")].content,
+        see_image(anew.lower[0].disk.file.name())[Path::new("name")].content,
         Sha256::digest("new").to_vec()
     );
 }
@@ -220,7 +256,7 @@ async fn the_least_recently_used_goes_and_never_one_in_use() {
     fixture.config.cache_bytes = 1;
     let store = fixture.store();
     let (a, b, c) = (fixture.layer("a", "a"), fixture.layer("b", "b"), fixture.layer("c", "c"));
-    let image = |plan: &RootfsPlan| plan.lower[0].disk.path.clone();
+    let image = |plan: &RootfsPlan| plan.lower[0].disk.file.name().to_owned();
     let held = prepare(&store, &fixture.overlay(&[&a])).await.unwrap();
     let idle = prepare(&store, &fixture.overlay(&[&b])).await.unwrap();
     let gone = image(&idle);
@@ -236,7 +272,7 @@ async fn the_least_recently_used_goes_and_never_one_in_use() {
     drop(again);
     assert!(fixture.images().is_empty());
 
-    // With space for little more than one, the last used one stays.
+    // With space for little more than one image, the most recently used one stays.
     fixture.config.cache_bytes = 6 << 10;
     drop(store);
     let store = fixture.store();
@@ -253,9 +289,10 @@ async fn a_store_opened_again_knows_its_images() {
     let count = fixture.counted_mkfs("mkfs.erofs");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
-    let shared = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.path.clone();
+    let shared =
+        prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.file.name().to_owned();
     let own = prepare(&store, &plain("bind", &layer, &["rbind", "rw"])).await.unwrap();
-    let private = own.lower[0].disk.path.clone();
+    let private = own.lower[0].disk.file.name().to_owned();
     // As after SIGKILL: nothing was dropped, and a build was running.
     std::mem::forget(own);
     fs::write(fixture.path("store/unfinished-1"), "half").unwrap();
@@ -279,34 +316,109 @@ async fn a_damaged_image_of_the_cache_is_made_again() {
     let fixture = Fixture::new();
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
-    let image = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.path.clone();
+    let image =
+        prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.file.name().to_owned();
     File::options().write(true).open(&image).unwrap().set_len(2048).unwrap();
     let again = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap();
-    assert_ne!(again.lower[0].disk.path, image);
-    assert!(see_image(&again.lower[0].disk.path).contains_key(Path::new("name")));
+    assert_ne!(again.lower[0].disk.file.name(), image);
+    assert!(see_image(again.lower[0].disk.file.name()).contains_key(Path::new("name")));
     assert_eq!(fixture.images().len(), 1);
 }
 
+/// The probe of a mkfs.erofs that was taken over: it prints its user, its capabilities and what it could do, as an
+/// error if it could do nothing.
+const EXPLOIT: &str = r#"
+    sub tried { print STDERR "$_[0]:", ($_[1] ? "done" : $!+0), ";" }
+    my ($head, $sets) = (pack("LL", 0x20080522, 0), "\0" x 24);
+    syscall(CAPGET, $head, $sets);
+    print STDERR "user:$<,$>;caps:", join(",", map { sprintf "%x", $_ } unpack("L*", $sets)), ";";
+    for my $path (qw(SECRET /etc/passwd /root /var/lib /run /sys /proc /dev/mem /dev/kmsg)) {
+        print STDERR "sees $path;" if lstat $path;
+    }
+    for my $path (qw(/proc/sys/kernel/core_pattern /proc/sys/vm/drop_caches /tree/new /usr/new /new)) {
+        tried($path, open(my $file, ">>", $path));
+    }
+    for my $path (qw(/tmp /image /tree)) {
+        open(my $at, "<", $path);
+        tried("freeze", ioctl($at, 0xC0045877, 0));
+        tried("shutdown", ioctl($at, 0x8004587d, my $how = pack("L", 2)));
+    }
+    my ($proc, $at, $memory) = ("proc", "/tmp/p", "/tmp/mem");
+    mkdir $at;
+    tried("mount", syscall(MOUNT, $proc, $at, $proc, 0, 0) == 0);
+    tried("handle", syscall(HANDLE, 0, 0, 0) >= 0);
+    tried("unshare", syscall(UNSHARE, 0x10000000) == 0);
+    tried("clone", syscall(CLONE, 0x10000000 | 17, 0, 0, 0, 0) >= 0);
+    tried("device", syscall(MKNODAT, -100, $memory, 0020666, 257) == 0);
+    tried("socket", socket(my $socket, 1, 1, 0));
+    tried("root", syscall(SETUID, 0) == 0);
+    tried("give", chown(0, 0, "/image"));
+    my $child = fork;
+    if ($child == 0) { syscall(X32 + GETPID); exit 0 }
+    waitpid $child, 0;
+    print STDERR "x32:", $? & 127, ";";
+    for my $path (qw(/tree/name /tree/private)) {
+        my $file;
+        open($file, "<", $path) and print STDERR <$file>;
+    }
+    print STDERR "image;" if open(my $file, "+>", "/image") and open($file, "+>", "/tmp/scratch");
+    exit 4;
+"#;
+
 /// A tenant made the source of an image, and may attack its reader.
 #[tokio::test]
-async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
+async fn mkfs_that_was_taken_over_reads_the_tree_writes_the_image_and_does_no_more() {
     let mut fixture = Fixture::new();
     let secret = fixture.path("secret");
     fs::write(&secret, "of the host").unwrap();
-    let script = format!(
-        "sh -c 'for path in {} /etc/passwd /root /var/lib /run /sys; do test -e $path && echo it sees $path; done
-        cat /tree/name; echo x 2>/dev/null > /tree/new && echo it writes; touch /usr/new 2>/dev/null && echo and there
-        ls /proc/2 >/dev/null 2>&1 && echo it sees others; grep -E \"CapEff|NoNewPrivs|Seccomp:\" /proc/self/status
-        wc -l < /proc/net/dev; echo scratch > /tmp/x && cat /tmp/x; exit 4' >&2",
-        secret.display()
-    );
-    fixture.counted_mkfs(&script);
+    let mut exploit = EXPLOIT.replace("SECRET", secret.to_str().unwrap());
+    for (name, number) in [
+        ("CAPGET", libc::SYS_capget),
+        ("MOUNT", libc::SYS_mount),
+        ("HANDLE", libc::SYS_open_by_handle_at),
+        ("UNSHARE", libc::SYS_unshare),
+        ("CLONE", libc::SYS_clone),
+        ("MKNODAT", libc::SYS_mknodat),
+        ("SETUID", libc::SYS_setuid),
+        ("X32", 0x4000_0000),
+        ("GETPID", libc::SYS_getpid),
+    ] {
+        exploit = exploit.replace(name, &number.to_string());
+    }
+    fixture.counted_mkfs(&format!("perl -e '{exploit}' --"));
     let store = fixture.store();
     let layer = fixture.layer("base", "the tree;");
+    fs::write(layer.join("private"), "of another owner;").unwrap();
+    std::os::unix::fs::chown(layer.join("private"), Some(4242), Some(4242)).unwrap();
+    fs::set_permissions(layer.join("private"), Permissions::from_mode(0o600)).unwrap();
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
-    // Capabilities: CAP_DAC_READ_SEARCH and CAP_SYS_ADMIN; network devices: loopback, after two header lines.
-    let seen = "the tree;CapEff:\t0000000000200004 NoNewPrivs:\t1 Seccomp:\t2 3 scratch";
-    assert!(text.ends_with(seen), "{text}");
+    let (_, said) = text.split_once("user:").unwrap_or_else(|| panic!("{text}"));
+    let (users, said) = said.split_once(';').unwrap();
+    for user in users.split(',') {
+        assert!(user.parse::<u32>().unwrap() >= 0x7ff0_0000, "{text}");
+    }
+    // Effective, permitted and inheritable: CAP_DAC_READ_SEARCH alone.
+    let [none, refused, fixed] = [libc::ENOENT, libc::EPERM, libc::EROFS];
+    let deaf = libc::ENOTTY;
+    let expected = format!(
+        "caps:4,4,4,0,0,0;/proc/sys/kernel/core_pattern:{none};/proc/sys/vm/drop_caches:{none};/tree/new:{fixed};\
+         /usr/new:{fixed};/new:{fixed};freeze:{deaf};shutdown:{deaf};freeze:{deaf};shutdown:{deaf};freeze:{deaf};\
+         shutdown:{deaf};mount:{refused};handle:{refused};unshare:{refused};clone:{refused};device:{refused};\
+         socket:{refused};root:{refused};give:{refused};x32:{};the tree;of another owner;image;",
+        libc::SIGSYS
+    );
+    assert_eq!(said.trim(), expected, "{text}");
+}
+
+#[tokio::test]
+async fn an_image_belongs_to_root_when_it_is_kept() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let image =
+        prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.file.name().to_owned();
+    let meta = image.metadata().unwrap();
+    assert_eq!((meta.uid(), meta.gid(), meta.mode() & 0o022), (0, 0, 0));
 }
 
 #[tokio::test]
@@ -359,7 +471,14 @@ fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
                 let text = chain(&prepare(&store, &fixture.overlay(&[layer])).await.unwrap_err());
                 assert!(text.contains("no space left") && text.contains("rootfs.cache_mib"), "{text}");
             }
-            assert_eq!(fixture.images(), [held.lower[0].disk.path.file_name().unwrap().to_str().unwrap()]);
+            assert_eq!(
+                fixture.images(),
+                [held.lower[0].disk.file.name().file_name().unwrap().to_str().unwrap()]
+            );
+            drop(held);
+            let text = chain(&prepare(&store, &fixture.overlay(&[&huge])).await.unwrap_err());
+            assert!(text.contains("no space left"), "{text}");
+            assert_eq!(fixture.images().len(), 1, "nothing goes for what never fits");
         });
         drop(runtime);
         nix::mount::umount(&store_dir).unwrap();
@@ -375,7 +494,7 @@ async fn a_mostly_empty_file_takes_little_room_and_an_endless_one_is_refused() {
     file.set_len(80 << 20).unwrap();
     file.write_at(b"end", (80 << 20) - 3).unwrap();
     let plan = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap();
-    let image = &plan.lower[0].disk.path;
+    let image = plan.lower[0].disk.file.name();
     assert!(image.metadata().unwrap().len() < 1 << 20);
     assert_eq!(
         see_image(image)[Path::new("holes")],
@@ -399,7 +518,7 @@ async fn a_chain_may_be_as_long_as_images_are() {
     }
     let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
     let plan = prepare(&store, &fixture.overlay(&layers)).await.unwrap();
-    let seen = see_image(&plan.lower[0].disk.path);
+    let seen = see_image(plan.lower[0].disk.file.name());
     assert_eq!(seen.len(), 127 + 2);
     assert_eq!(seen[Path::new("name")].content, Sha256::digest("0").to_vec());
 }
@@ -411,16 +530,16 @@ async fn images_of_others_are_attached_as_they_are_or_refused() {
     let layer = fixture.layer("base", "base");
     let made = prepare(&store, &plain("bind", &layer, &[])).await.unwrap();
     let image = fixture.path("layer.erofs");
-    fs::copy(&made.lower[0].disk.path, &image).unwrap();
+    fs::copy(made.lower[0].disk.file.name(), &image).unwrap();
     let plan = prepare(&store, &plain("erofs", &image, &["ro", "loop"])).await.unwrap();
-    assert_eq!((&plan.lower[0].disk.path, plan.leases.len()), (&image, 0));
+    assert_eq!((plan.lower[0].disk.file.name(), plan.leases.len()), (image.as_path(), 0));
 
     // A block device's metadata has no length.
     let device = Command::new("losetup").args(["-f", "--show", "-r"]).arg(&image).output().unwrap();
     let device = PathBuf::from(String::from_utf8(device.stdout).unwrap().trim());
     let plan = prepare(&store, &plain("erofs", &device, &["ro"])).await;
     assert!(Command::new("losetup").arg("-d").arg(&device).status().unwrap().success());
-    assert_eq!(plan.unwrap().lower[0].disk.path, device);
+    assert_eq!(plan.unwrap().lower[0].disk.file.name(), device);
 
     let bad = fixture.path("bad");
     let refused = async |fstype: &str, says: &str| {
@@ -449,13 +568,16 @@ async fn a_scratch_file_is_made_once() {
     let made = prepare(&store, &plain("bind", &layer, &[])).await.unwrap();
     let scratch = fixture.path("rw.img");
     let mut mounts = plain("mkfs/ext4", &scratch, &["X-containerd.mkfs.size=16MiB", "loop"]);
-    mounts.extend(plain("erofs", &made.lower[0].disk.path, &["ro", "loop"]));
+    mounts.extend(plain("erofs", made.lower[0].disk.file.name(), &["ro", "loop"]));
     let options = ["upperdir={{ mount 0 }}/upper", "workdir={{ mount 0 }}/work", "lowerdir={{ mount 1 }}"];
     mounts.extend(plain("format/mkdir/overlay", Path::new("overlay"), &options));
 
     let plan = prepare(&store, &mounts).await.unwrap();
     let Writable::Overlay(layer) = &plan.writable else { panic!("{plan:?}") };
-    assert_eq!((&layer.disk.path, layer.fstype, layer.disk.read_only), (&scratch, FsType::Ext4, false));
+    assert_eq!(
+        (layer.disk.file.name(), layer.fstype, layer.disk.read_only),
+        (scratch.as_path(), FsType::Ext4, false)
+    );
     assert_eq!(scratch.metadata().unwrap().len(), 16 << 20);
     assert!(scratch.metadata().unwrap().blocks() * 512 < 2 << 20, "sparse");
     let checked = Command::new("e2fsck").args(["-f", "-n"]).arg(&scratch).output().unwrap();

@@ -1,11 +1,15 @@
 //! A bind mount with the properties of its source on the host.
 
-use std::{fs, io::Read, os::unix::fs::MetadataExt, path::Path};
+use std::{
+    io::{self, Read},
+    os::fd::OwnedFd,
+};
 
 use oci_spec::runtime::Mount;
 use serde::{Deserialize, Serialize};
 
-use super::{Kind, Volume, VolumeError, classify};
+use super::{Kind, Kubelet, Volume, VolumeError, classify};
+use crate::beneath::{self, Access, Found};
 
 /// Largest host file that is copied into a container, bytes.
 const MAX_FILE: u64 = 1 << 20;
@@ -24,48 +28,59 @@ pub struct Bound {
 /// Owner and permissions of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileMeta {
-    /// Permissions.
+    /// The permissions.
     pub mode: u32,
-    /// User.
+    /// The user ID of the owner.
     pub uid: u32,
-    /// Group.
+    /// The group ID of the owner.
     pub gid: u32,
 }
 
-impl Bound {
-    /// Examines the source of `mount`. Also returns the content of a file that is copied. Blocks as long as
-    /// the source's file system does: for helpers.
-    pub fn look(mount: &Mount) -> Result<(Self, Vec<u8>), VolumeError> {
-        let volume = classify(mount)?;
+/// The properties of a bind mount whose source was found.
+#[derive(Debug)]
+pub struct Looked {
+    /// The mount.
+    pub bound: Bound,
+    /// The content of a file that is copied.
+    pub content: Vec<u8>,
+    /// The source of a live share, found and not opened. The share is of this file, not of its path.
+    pub source: Option<OwnedFd>,
+}
+
+impl Looked {
+    /// Examines the source of `mount`, of the pod of `kubelet`. Blocks as long as the source's file system does, so
+    /// only helpers call it.
+    pub fn at(mount: &Mount, kubelet: &Kubelet) -> Result<Self, VolumeError> {
+        let (volume, found) = classify(mount, kubelet)?;
         let failed = |action| {
             let (at, path) = (volume.at.clone(), volume.source.clone());
             move |source| VolumeError::Path { at, action, path, source }
         };
-        let found = fs::metadata(&volume.source).map_err(failed("stat"))?;
-        let inode = (found.dev(), found.ino());
+        let inode = found.inode();
         let is_copied = match &volume.kind {
             Kind::File | Kind::TerminationMessage => true,
-            Kind::ProjectedPart => found.is_file(),
+            Kind::ProjectedPart => found.kind() == beneath::Kind::File,
             Kind::Projected | Kind::EmptyDir(_) | Kind::Live => false,
         };
         if !is_copied {
-            return Ok((Self { volume, file: None, inode }, Vec::new()));
+            let source = (volume.kind == Kind::Live).then(|| found.into_fd());
+            return Ok(Self { bound: Bound { volume, file: None, inode }, content: Vec::new(), source });
         }
-        let (file, content) = read(&volume.source).map_err(failed("read"))?;
+        let content = read(&found).map_err(failed("read"))?;
         if content.len() as u64 > MAX_FILE {
             let (at, path) = (volume.at, volume.source);
             return Err(VolumeError::FileTooLarge { at, path, most: MAX_FILE });
         }
-        Ok((Self { volume, file: Some(file), inode }, content))
+        let stat = found.stat();
+        let file = Some(FileMeta { mode: found.mode(), uid: stat.st_uid, gid: stat.st_gid });
+        Ok(Self { bound: Bound { volume, file, inode }, content, source: None })
     }
 }
 
-/// Reads a file and its content, up to one byte more than the limit.
-fn read(path: &Path) -> std::io::Result<(FileMeta, Vec<u8>)> {
-    let file = fs::File::open(path)?;
-    let meta = file.metadata()?;
+/// Reads a file, up to one byte more than the limit.
+fn read(found: &Found) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
-    // The file may grow: the limit still holds, and one byte more reveals it.
-    file.take(MAX_FILE + 1).read_to_end(&mut content)?;
-    Ok((FileMeta { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid() }, content))
+    // The file may grow: the limit still holds, and one more byte reveals a larger file.
+    found.open(Access::Read)?.take(MAX_FILE + 1).read_to_end(&mut content)?;
+    Ok(content)
 }

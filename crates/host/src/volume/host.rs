@@ -1,140 +1,216 @@
-//! Properties of a path that must be looked up on the host.
+//! Properties of a pod's paths that must be looked up on the host.
 
 use std::{
+    ffi::{OsStr, OsString},
     fs, io,
-    os::unix::fs::{FileTypeExt, MetadataExt},
+    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
 };
 
-use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
-use procfs::process::{MountInfo, Process};
+use rustix::fs::fstatfs;
 
-use super::{
-    Medium,
-    kubelet::{self, InVolume, Place},
-};
+use super::{Medium, kubelet::Plugin};
+use crate::beneath::{Dir, Found, OnMount, path_of};
 
-/// The type of a path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Found {
-    /// A regular file.
-    File,
-    /// A directory.
-    Directory,
-    /// A block or character device.
-    Device,
-    /// A socket or a pipe.
-    Other,
-}
+/// The most volumes of a pod, and the most plugins that provide them: as many as a pod's spec can name.
+const MAX_VOLUMES: usize = 4096;
+/// `TMPFS_MAGIC` of `linux/magic.h`.
+const TMPFS: u64 = 0x0102_1994;
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`.
+const HUGETLBFS: u64 = 0x9584_58f6;
 
-/// Returns the type of `path`, following symlinks.
-pub fn look(path: &Path) -> io::Result<Found> {
-    let kind = fs::metadata(path)?.file_type();
-    Ok(if kind.is_file() {
-        Found::File
-    } else if kind.is_dir() {
-        Found::Directory
-    } else if kind.is_block_device() || kind.is_char_device() {
-        Found::Device
-    } else {
-        Found::Other
-    })
-}
-
-/// Returns the medium of the emptyDir at `root`; `None` for huge pages.
+/// Returns the medium of the emptyDir at `root`, below the pod's directory; `None` for huge pages.
 ///
-/// kubelet mounts a file system of its own on it unless the medium is the default one.
-pub fn medium(root: &Path) -> io::Result<Option<Medium>> {
-    let above = root.parent().unwrap_or(root);
-    if fs::metadata(root)?.dev() == fs::metadata(above)?.dev() {
+/// kubelet mounts a file system on the directory unless the medium is the default one.
+pub fn medium(pod: &Dir, root: &Path) -> io::Result<Option<Medium>> {
+    let above = pod.find(root.parent().unwrap_or(root))?;
+    let dir = pod.find(root)?;
+    if dir.inode().0 == above.inode().0 {
         return Ok(Some(Medium::Disk));
     }
-    let stat = statfs(root)?;
-    Ok(match stat.filesystem_type() {
-        TMPFS_MAGIC => {
-            let block = u64::try_from(stat.block_size()).unwrap_or_default();
-            Some(Medium::Memory { bytes: stat.blocks().saturating_mul(block) })
+    let stat = fstatfs(&dir)?;
+    Ok(match u64::try_from(stat.f_type).unwrap_or_default() {
+        TMPFS => {
+            let block = u64::try_from(stat.f_bsize).unwrap_or_default();
+            Some(Medium::Memory { bytes: stat.f_blocks.saturating_mul(block) })
         }
-        HUGETLBFS_MAGIC => None,
+        HUGETLBFS => None,
         _ => Some(Medium::Disk),
     })
 }
 
-/// Returns the part of a volume that kubelet has bind-mounted at `source`; `None` if it is unknown, as for
-/// volumes that are not in `volumes`.
-pub fn origin(source: &Path, volumes: &Path, name: &str) -> io::Result<Option<InVolume>> {
-    let table = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
+/// The source from which kubelet has bound a subPath.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A volume below the pod's directory.
+    Volume {
+        /// The volume's plugin.
+        plugin: Plugin,
+        /// The volume's directory, below the pod's.
+        root: PathBuf,
+        /// The part of the volume. It is arbitrary data.
+        sub_path: PathBuf,
+    },
+    /// A volume of a plugin that mounts elsewhere: a hostPath, or storage of other plugins.
+    Elsewhere,
+    /// No known source: the pod has an emptyDir or files of this name, and the subPath is from none of them; or nothing
+    /// is bound there.
+    Unclear,
+}
+
+/// Returns the origin of `bound`, a subPath of the volume `name`.
+pub fn origin(pod: &Dir, bound: &Found, name: &OsStr) -> io::Result<Origin> {
+    let table = Table::read()?;
     let mut candidates = Vec::new();
-    for plugin in fs::read_dir(volumes)? {
-        let root = plugin?.path().join(name);
-        if root.is_dir() {
-            candidates.push(root);
+    for plugin in
+        or_none(pod.dir("volumes"))?.map(|dir| dir.names(MAX_VOLUMES)).transpose()?.unwrap_or_default()
+    {
+        let root = Path::new("volumes").join(&plugin).join(name);
+        if let Some(dir) = or_none(pod.dir(&root))? {
+            candidates.push((Plugin::of(&plugin), root, table.position(dir.mount()?.id, &path_of(&dir)?)));
         }
     }
-    Ok(origin_in(&table.0, source, &candidates))
-}
-
-fn origin_in(table: &[MountInfo], source: &Path, candidates: &[PathBuf]) -> Option<InVolume> {
-    let (bound, rest) = position(table, source)?;
-    if !rest.as_os_str().is_empty() {
-        // Not a mount point.
-        return None;
-    }
-    candidates.iter().find_map(|root| {
-        let (mount, below) = position(table, root)?;
-        let inside = Path::new(&mount.root).join(below);
-        let sub_path = Path::new(&bound.root).strip_prefix(inside).ok()?;
-        match kubelet::place(&root.join(sub_path)) {
-            Some(Place::Volume(place)) if mount.majmin == bound.majmin => Some(place),
-            _ => None,
-        }
-    })
-}
-
-/// Returns the mount that `path` is on, and its path in that mount. Of several mounts on one mount point the
-/// last is on top.
-fn position<'a>(table: &'a [MountInfo], path: &Path) -> Option<(&'a MountInfo, PathBuf)> {
-    let on = table
+    let Some(source) = table.bound(&bound.mount()?) else { return Ok(Origin::Unclear) };
+    let found = candidates
         .iter()
-        .filter(|mount| path.starts_with(&mount.mount_point))
-        .max_by_key(|mount| mount.mount_point.components().count())?;
-    let rest = path.strip_prefix(&on.mount_point).ok()?;
-    Some((on, rest.to_owned()))
+        .filter_map(|(plugin, root, at)| {
+            let at = at.as_ref().filter(|at| at.device == source.device)?;
+            let sub_path = source.path.strip_prefix(&at.path).ok()?;
+            Some((at.path.components().count(), *plugin, root, sub_path))
+        })
+        .max_by_key(|found| found.0);
+    match found {
+        Some((_, plugin, root, sub_path)) => {
+            let (root, sub_path) = (root.clone(), sub_path.to_owned());
+            // A mount's root is shown with its current name. Only kubelet has written to an emptyDir on the host, so
+            // nothing there was renamed.
+            let is_there =
+                || pod.find(root.join(&sub_path)).is_ok_and(|there| there.inode() == bound.inode());
+            match plugin {
+                Plugin::EmptyDir if !is_there() => Ok(Origin::Unclear),
+                plugin => Ok(Origin::Volume { plugin, root, sub_path }),
+            }
+        }
+        None if candidates.iter().all(|(plugin, ..)| *plugin == Plugin::Other) => Ok(Origin::Elsewhere),
+        None => Ok(Origin::Unclear),
+    }
+}
+
+/// Returns a directory; `None` if there is none of that name.
+fn or_none(dir: io::Result<Dir>) -> io::Result<Option<Dir>> {
+    match dir {
+        Ok(dir) => Ok(Some(dir)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns whether a pod's directory belongs to root and only root can write to it, as kubelet creates it.
+pub fn is_of_root(pod: &Dir) -> io::Result<bool> {
+    let stat = *pod.find("")?.stat();
+    Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
+}
+
+/// The mounts of this thread's namespace.
+struct Table(Vec<Mount>);
+
+/// A line of `/proc/PID/mountinfo`.
+struct Mount {
+    id: u64,
+    device: Vec<u8>,
+    root: PathBuf,
+    point: PathBuf,
+}
+
+/// The place of a file in its file system.
+struct Position {
+    device: Vec<u8>,
+    path: PathBuf,
+}
+
+impl Table {
+    fn read() -> io::Result<Self> {
+        Ok(Self::parse(&fs::read("/proc/thread-self/mountinfo")?))
+    }
+
+    fn parse(text: &[u8]) -> Self {
+        let lines = text.split(|byte| *byte == b'\n');
+        Self(lines.filter_map(Mount::parse).collect())
+    }
+
+    /// Returns the position of `path`, which is on the mount `id`.
+    fn position(&self, id: u64, path: &Path) -> Option<Position> {
+        let mount = self.0.iter().find(|mount| mount.id == id)?;
+        let path = mount.root.join(path.strip_prefix(&mount.point).ok()?);
+        Some(Position { device: mount.device.clone(), path: path.components().collect() })
+    }
+
+    /// Returns the position of a mount's root; `None` if `on` is not one.
+    fn bound(&self, on: &OnMount) -> Option<Position> {
+        let mount = self.0.iter().find(|mount| on.is_root && mount.id == on.id)?;
+        Some(Position { device: mount.device.clone(), path: mount.root.components().collect() })
+    }
+}
+
+impl Mount {
+    fn parse(line: &[u8]) -> Option<Self> {
+        let mut fields = line.split(|byte| *byte == b' ');
+        let id = str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+        let device = fields.nth(1)?.to_owned();
+        let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
+        Some(Self { id, device, root: root.into(), point: point.into() })
+    }
+}
+
+/// Undoes the kernel's escapes of spaces, tabs, newlines and backslashes: `\040`.
+fn unescaped(field: &[u8]) -> OsString {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, after)) = rest.split_first() {
+        let octal = after.get(..3).filter(|_| *first == b'\\').and_then(|digits| {
+            let value = digits.iter().try_fold(0_u32, |value, digit| {
+                digit.is_ascii_digit().then(|| value * 8 + u32::from(digit - b'0'))
+            });
+            value.and_then(|value| u8::try_from(value).ok())
+        });
+        match octal {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &after[3..];
+            }
+            None => {
+                bytes.push(*first);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(bytes)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::volume::kubelet::Plugin;
-
-    fn table(lines: &str) -> Vec<MountInfo> {
-        use procfs::FromBufRead;
-        procfs::process::MountInfos::from_buf_read(lines.as_bytes()).unwrap().0
-    }
-
-    const POD: &str = "/var/lib/kubelet/pods/u";
 
     #[test]
-    fn a_sub_path_is_found_in_its_volume_on_disk_and_in_memory() {
-        let table = table(
-            "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
-             21 20 8:2 /kubelet /var/lib/kubelet rw shared:1 - ext4 /dev/sda2 rw\n\
-             22 21 0:40 / /var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/mem rw - tmpfs tmpfs rw\n\
-             23 21 8:2 /kubelet/pods/u/volumes/kubernetes.io~empty-dir/disk/a/b \
-                /var/lib/kubelet/pods/u/volume-subpaths/disk/web/0 rw - ext4 /dev/sda2 rw\n\
-             24 21 0:40 /c /var/lib/kubelet/pods/u/volume-subpaths/mem/web/1 rw - tmpfs tmpfs rw\n\
-             25 21 8:1 /srv /var/lib/kubelet/pods/u/volume-subpaths/host/web/2 rw - ext4 /dev/sda1 rw\n",
+    fn positions_are_in_file_systems_whatever_the_names() {
+        let table = Table::parse(
+            b"20 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
+              21 20 8:2 /kubelet /var/lib/kubelet rw shared:1 - ext4 /dev/sda2 rw\n\
+              22 21 8:2 /kubelet/a\\040b\\134040/c /sub\\011path rw - ext4 /dev/sda2 rw\n",
         );
-        let origin = |bound: &str, volume: &str| {
-            let candidate = format!("{POD}/volumes/kubernetes.io~empty-dir/{volume}");
-            let source = format!("{POD}/volume-subpaths/{bound}");
-            origin_in(&table, Path::new(&source), &[PathBuf::from(candidate)])
+        let at = |id: u64, path: &str| {
+            let found = table.position(id, Path::new(path))?;
+            assert_eq!(found.device, b"8:2");
+            Some(found.path)
         };
-        let found = origin("disk/web/0", "disk").unwrap();
-        assert_eq!((found.plugin, found.sub_path), (Plugin::EmptyDir, "a/b".into()));
-        assert_eq!(origin("mem/web/1", "mem").unwrap().sub_path, Path::new("c"));
-        assert_eq!(origin("host/web/2", "host"), None, "from elsewhere");
-        assert_eq!(origin("mem/web/9", "mem"), None, "nothing is bound there");
-        assert_eq!(origin("disk/web/0", "mem"), None, "another volume");
+        assert_eq!(at(21, "/var/lib/kubelet/pods"), Some("/kubelet/pods".into()));
+        assert_eq!(at(22, "/sub\tpath"), Some("/kubelet/a b\\040/c".into()));
+        assert_eq!(at(22, "/elsewhere"), None);
+        assert_eq!(at(7, "/"), None);
+        let bound = |id, is_root| table.bound(&OnMount { id, is_root }).map(|found| found.path);
+        assert_eq!(bound(22, true), Some("/kubelet/a b\\040/c".into()));
+        assert_eq!((bound(22, false), bound(7, true)), (None, None));
     }
 }

@@ -1,4 +1,4 @@
-//! Classifies a container's bind mounts, and so decides how the guest gets their content.
+//! Classifies a container's bind mounts, which decides how the guest gets their content.
 //!
 //! ```text
 //! bind mount ──kubelet──▶ a place in kubelet's directory ──host──▶ its type ──▶ Kind
@@ -14,7 +14,7 @@ mod watch;
 
 use std::{
     io,
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
 };
 
 use oci_spec::runtime::Mount;
@@ -23,25 +23,36 @@ use sandboxer_protocol::{
     VOLUMES_DIR,
     id::{Id, SandboxId},
 };
+use sandboxer_vmm::DiskFile;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use self::{
-    kubelet::{InVolume, Place, Plugin},
+    host::Origin,
+    kubelet::{Own, Place, Plugin},
     space::Spaces,
     watch::Watches,
 };
-use super::helper::Helpers;
-
-pub use self::{
-    bound::{Bound, FileMeta},
-    error::VolumeError,
-    space::make_disk,
-    watch::Watch,
+use super::{
+    beneath::{self, Dir, Found},
+    helper::Helpers,
 };
 
-/// Files that CRI may bind-mount from the host and that mean the same in the guest.
+pub(crate) use self::space::{DISK, make_disk};
+pub use self::{
+    bound::{Bound, FileMeta, Looked},
+    error::VolumeError,
+    kubelet::Kubelet,
+    watch::{Change, Watch},
+};
+
+/// Files that CRI may bind-mount from the host, and that mean the same in the guest.
 const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
+
+/// Advice about a path of a pod's own that is not a volume.
+const USE_VOLUMES: &str = ": mount a whole volume or a subPath of one";
+/// Advice about a kubelet whose root directory is unknown.
+const SET_ROOT: &str = ": set volumes.kubelet_root to kubelet's root directory";
 
 /// Options of a bind mount that work the same in a guest.
 const KEPT_OPTIONS: [&str; 17] = [
@@ -67,15 +78,15 @@ const KEPT_OPTIONS: [&str; 17] = [
 /// A bind mount of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Volume {
-    /// Path in the container.
+    /// The path in the container.
     pub at: PathBuf,
-    /// Path on the host.
+    /// The path on the host.
     pub source: PathBuf,
-    /// Its kind.
+    /// How the guest gets the content.
     pub kind: Kind,
-    /// The container cannot write to it.
+    /// Whether the container cannot write to it.
     pub read_only: bool,
-    /// Later mounts of the host below it should become visible (HostToContainer).
+    /// Whether later mounts of the host below the source should become visible (HostToContainer).
     pub follows_host_mounts: bool,
     /// Options for the guest's own bind mount, without those that refer to the host.
     pub options: Vec<String>,
@@ -90,7 +101,7 @@ pub enum Kind {
     TerminationMessage,
     /// A directory that kubelet writes: copied, and copied again whenever kubelet replaces its content.
     Projected,
-    /// Part of such a directory, copied when the container is created: a subPath is never updated.
+    /// A part of such a directory, copied when the container is created: a subPath is never updated.
     ProjectedPart,
     /// Storage of the pod, in its guest.
     EmptyDir(EmptyDir),
@@ -103,30 +114,30 @@ pub enum Kind {
 pub struct EmptyDir {
     /// The volume's directory on the host.
     pub root: PathBuf,
-    /// The part of it that is mounted; empty: all of it.
+    /// The mounted part of the directory; empty: all of it.
     pub sub_path: PathBuf,
-    /// Where its content is.
+    /// The medium of its content.
     pub medium: Medium,
 }
 
 /// The medium of an emptyDir.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Medium {
-    /// In memory, at most this many bytes.
+    /// Memory, with a limit.
     Memory {
-        /// The limit.
+        /// The limit, bytes.
         bytes: u64,
     },
-    /// On a disk.
+    /// A disk.
     Disk,
 }
 
 /// A volume that a guest must have before a container can use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Needed {
-    /// Unique in the guest; the serial of its disk, too, if it has one.
+    /// The identifier, unique in the guest. It is also the serial of the volume's disk, if there is one.
     pub id: Id,
-    /// Its content.
+    /// The volume's content.
     pub content: Content,
 }
 
@@ -138,7 +149,7 @@ pub enum Content {
     Files {
         /// The directory.
         dir: PathBuf,
-        /// They are sent again after a change.
+        /// Whether they are sent again after a change.
         follow: bool,
     },
     /// Storage in guest memory.
@@ -157,7 +168,7 @@ pub enum Content {
     Device {
         /// The host's device.
         path: PathBuf,
-        /// The guest cannot write to it.
+        /// Whether the guest cannot write to it.
         read_only: bool,
     },
 }
@@ -172,21 +183,21 @@ impl Needed {
             Content::Device { path, read_only: true } => (path, "r"),
         };
         let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
-        // Starts with a letter, followed by hexadecimal digits: a valid identifier, and short enough for a
-        // disk's serial (20).
+        // A letter and hexadecimal digits: a valid identifier, and short enough for a disk's serial (20).
         let text = format!("v{kind}{}", hex(&hash[..8]));
         let id = text.parse().unwrap_or_else(|_| unreachable!("{text} is an identifier"));
         Self { id, content }
     }
 
-    /// Returns its path in the guest.
+    /// Returns the volume's path in the guest.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(VOLUMES_DIR).join(&self.id)
     }
 }
 
 impl Volume {
-    /// Returns the volume that the guest needs for it, and its path in the guest; `None` if it is not shared.
+    /// Returns the volume that the guest needs for this mount, and the mount's source in the guest; `None` if the mount
+    /// has no volume that containers share.
     pub fn needed(&self) -> Option<(Needed, PathBuf)> {
         let dir = self.source.clone();
         match &self.kind {
@@ -210,10 +221,10 @@ impl Volume {
     }
 }
 
-/// State that all pods' volumes share.
+/// The state that all pods' volumes share.
 #[derive(Debug)]
 pub struct VolumeStore {
-    /// Access the pods' files on behalf of the daemon.
+    /// The helpers that access the pods' files.
     pub helpers: Helpers,
     watches: Watches,
     spaces: Spaces,
@@ -224,33 +235,34 @@ impl VolumeStore {
     pub fn open(dir: &Path, disk_bytes: u64, helpers: Helpers) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let spaces = Spaces::new(dir.to_owned(), disk_bytes);
-        Ok(Self { watches: Watches::new(helpers.clone())?, spaces, helpers })
+        Ok(Self { watches: Watches::new()?, spaces, helpers })
     }
 
-    /// Watches a directory of files of `pod`.
-    pub async fn watch(&self, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
-        self.watches.watch(pod, dir).await
+    /// Watches a directory of files of `pod`, with the pod's `helpers`.
+    pub async fn watch(&self, helpers: &Helpers, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
+        self.watches.watch(helpers, pod, dir).await
     }
 
     /// Returns the disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the default size.
     pub async fn disk(
         &self,
+        helpers: &Helpers,
         pod: &SandboxId,
         dir: &Path,
         bytes: Option<u64>,
-    ) -> Result<PathBuf, VolumeError> {
-        self.spaces.disk(&self.helpers, pod, dir, bytes).await
+    ) -> Result<DiskFile, VolumeError> {
+        self.spaces.disk(helpers, pod, dir, bytes).await
     }
 }
 
-/// Classifies a bind mount. Reads its source on the host, changes nothing.
-pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
+/// Classifies a bind mount of the pod of `kubelet`, and finds its source on the host. Changes nothing.
+pub(crate) fn classify(mount: &Mount, kubelet: &Kubelet) -> Result<(Volume, Found), VolumeError> {
     let at = mount.destination().clone();
     let source = mount.source().clone().unwrap_or_default();
     let unsupported =
         |what: &str, hint| VolumeError::Unsupported { at: at.clone(), what: what.to_owned(), hint };
-    let failed = |action, path: &Path| {
-        let (at, path) = (at.clone(), path.to_owned());
+    let failed = |action| {
+        let (at, path) = (at.clone(), source.clone());
         move |source| VolumeError::Path { at, action, path, source }
     };
 
@@ -268,49 +280,96 @@ pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
         }
     }
     let read_only = options.iter().any(|option| option == "ro" || option == "rro");
+    if !source.is_absolute() || source.components().any(|part| part == Component::ParentDir) {
+        return Err(unsupported(&format!("the path {source:?}"), ": it must be absolute, without \"..\""));
+    }
 
-    let found = host::look(&source).map_err(failed("stat", &source))?;
-    let kind = match found {
-        host::Found::File if COPIED.iter().any(|copied| at == Path::new(copied)) => Kind::File,
-        host::Found::Device => {
+    let own = match kubelet.split(&source) {
+        Some(own) => Some((Dir::host(&own.pod).map_err(failed("open the pod's directory of"))?, own)),
+        None => None,
+    };
+    let found = match &own {
+        Some((dir, own)) => dir.find(own.path()),
+        None => beneath::host(&source),
+    }
+    .map_err(failed("find"))?;
+    match found.kind() {
+        beneath::Kind::File | beneath::Kind::Directory => {}
+        beneath::Kind::Device => {
             return Err(unsupported(
                 &format!("the host's device {source:?} as a mount"),
                 ": request it as a device (a volume of mode Block)",
             ));
         }
-        host::Found::Other => {
+        beneath::Kind::Link | beneath::Kind::Other => {
             return Err(unsupported(&format!("the host's socket or pipe {source:?}"), ""));
         }
-        host::Found::File | host::Found::Directory => match kubelet::place(&source) {
-            Some(Place::ContainerFile) if found == host::Found::File => Kind::TerminationMessage,
-            Some(Place::Volume(place)) => in_volume(place, &at)?,
-            Some(Place::SubPath { volumes, name }) => {
-                match host::origin(&source, &volumes, &name).map_err(failed("find the origin of", &source))? {
-                    Some(place) => in_volume(place, &at)?,
-                    None => Kind::Live,
-                }
+    }
+    let is_file = found.kind() == beneath::Kind::File;
+    let kind = match &own {
+        _ if is_file && COPIED.iter().any(|copied| at == Path::new(copied)) => Kind::File,
+        None => Kind::Live,
+        Some((dir, own)) => {
+            // A directory of that name that another user created is no pod's.
+            if !own.is_configured && !host::is_of_root(dir).map_err(failed("stat the pod's directory of"))? {
+                return Err(unsupported(
+                    &format!("{source:?}, below a directory that is not kubelet's own"),
+                    SET_ROOT,
+                ));
             }
-            Some(Place::ContainerFile) | None => Kind::Live,
-        },
+            own_kind(dir, own, &found).map_err(|why| match why {
+                NotOwn::Failed(error) => failed("find the origin of")(error),
+                NotOwn::HugePages => unsupported("an emptyDir of huge pages", ""),
+                NotOwn::Unknown => unsupported(
+                    &format!("{source:?}, a path of the pod's that kubelet does not mount"),
+                    USE_VOLUMES,
+                ),
+            })?
+        }
     };
-    Ok(Volume { at, source, kind, read_only, follows_host_mounts, options })
+    Ok((Volume { at, source, kind, read_only, follows_host_mounts, options }, found))
 }
 
-fn in_volume(place: InVolume, at: &Path) -> Result<Kind, VolumeError> {
-    let InVolume { plugin, root, sub_path } = place;
+/// The reason why a path of a pod's own has no kind.
+enum NotOwn {
+    /// The path cannot be examined.
+    Failed(io::Error),
+    /// The path is not one that kubelet mounts.
+    Unknown,
+    /// The volume has huge pages, which a guest does not.
+    HugePages,
+}
+
+impl From<io::Error> for NotOwn {
+    fn from(error: io::Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// Returns the kind of `found`, a path of a pod's own.
+fn own_kind(dir: &Dir, own: &Own<'_>, found: &Found) -> Result<Kind, NotOwn> {
+    let is_file = found.kind() == beneath::Kind::File;
+    let (plugin, root, sub_path) = match own.place() {
+        Place::ContainerFile if is_file => return Ok(Kind::TerminationMessage),
+        Place::ContainerFile | Place::Unknown => return Err(NotOwn::Unknown),
+        Place::Volume { plugin, root } => (plugin, root, PathBuf::new()),
+        Place::SubPath { name } => match host::origin(dir, found, name)? {
+            Origin::Volume { plugin, root, sub_path } => (plugin, root, sub_path),
+            Origin::Elsewhere => return Ok(Kind::Live),
+            Origin::Unclear => return Err(NotOwn::Unknown),
+        },
+    };
     match plugin {
         Plugin::Other => Ok(Kind::Live),
-        Plugin::Projected if sub_path.as_os_str().is_empty() => Ok(Kind::Projected),
-        Plugin::Projected => Ok(Kind::ProjectedPart),
-        Plugin::EmptyDir => match host::medium(&root) {
-            Ok(Some(medium)) => Ok(Kind::EmptyDir(EmptyDir { root, sub_path, medium })),
-            Ok(None) => Err(VolumeError::Unsupported {
-                at: at.to_owned(),
-                what: "an emptyDir of huge pages".to_owned(),
-                hint: "",
-            }),
-            Err(source) => Err(VolumeError::Path { at: at.to_owned(), action: "stat", path: root, source }),
-        },
+        Plugin::Projected if !sub_path.as_os_str().is_empty() => Ok(Kind::ProjectedPart),
+        Plugin::Projected | Plugin::EmptyDir if is_file && sub_path.as_os_str().is_empty() => {
+            Err(NotOwn::Unknown)
+        }
+        Plugin::Projected => Ok(Kind::Projected),
+        Plugin::EmptyDir => {
+            let medium = host::medium(dir, &root)?.ok_or(NotOwn::HugePages)?;
+            Ok(Kind::EmptyDir(EmptyDir { root: own.pod.join(root), sub_path, medium }))
+        }
     }
 }
 

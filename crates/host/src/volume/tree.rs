@@ -1,33 +1,37 @@
 //! Reads a directory of kubelet's projected files, to copy it into a guest.
 //!
-//! kubelet replaces all files at once, by a symlink (see the agent's `tree.rs`), and then removes the old
-//! ones. If they vanish during a read, the read starts again with the new ones.
+//! kubelet replaces all files at once, with a symlink (see the agent's `tree.rs`), and then removes the old ones. If
+//! they vanish during a read, the read starts again with the new ones.
 
 use std::{
-    fs, io,
-    os::unix::{
-        ffi::OsStrExt,
-        fs::{MetadataExt, OpenOptionsExt},
-    },
+    ffi::OsStr,
+    hash::{DefaultHasher, Hash, Hasher},
+    io::{self, Read},
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
 };
 
+use rustix::fs::Stat;
 use sandboxer_protocol::agent as wire;
 
-/// Most bytes of all files of one volume. A configMap or a Secret has at most 1 MiB, and the agent's largest
-/// message 4 MiB.
+use crate::beneath::{Access, Dir, Kind, kind};
+
+/// Most bytes of all files of one volume. A configMap or a Secret has at most 1 MiB, and the agent's largest message
+/// has 4 MiB.
 const MAX_BYTES: u64 = 3 << 20;
 /// Most files, directories and symlinks of one volume.
 const MAX_ENTRIES: usize = 8192;
 /// Most bytes of all paths of one volume.
 const MAX_NAMES: usize = 512 << 10;
+/// The most nested directories. kubelet creates as many as the paths of the keys have.
+const MAX_DEPTH: usize = 64;
 /// How often a read is retried. kubelet checks for changes about once a minute.
 const ATTEMPTS: usize = 5;
 
 /// Why a directory cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub enum TreeError {
-    /// It cannot be read.
+    /// A file or directory cannot be read.
     #[error("cannot read {path:?}")]
     Read {
         /// The path that cannot be read.
@@ -35,15 +39,15 @@ pub enum TreeError {
         /// The system's error.
         source: io::Error,
     },
-    /// It is larger than the limit.
+    /// The volume is larger than the limit.
     #[error("{path:?} has more than {most}, the limit for a copy into a guest")]
     TooLarge {
         /// The volume.
         path: PathBuf,
-        /// The exceeded limit.
+        /// The limit, with its unit.
         most: String,
     },
-    /// It contains a file that cannot be copied.
+    /// The volume contains a file that cannot be copied.
     #[error("{path:?} is {what}, which cannot be copied into a guest")]
     Kind {
         /// The file.
@@ -53,23 +57,34 @@ pub enum TreeError {
     },
 }
 
-/// Returns the owner of `path`, without following symlinks.
-pub fn owner(path: &Path) -> Result<wire::Owner, TreeError> {
-    let meta = fs::symlink_metadata(path);
-    Ok(owner_of(&meta.map_err(|source| TreeError::Read { path: path.to_owned(), source })?))
+/// Returns the owner of a directory.
+pub fn owner(dir: &Dir) -> Result<wire::Owner, TreeError> {
+    let found = dir.find("").map_err(|source| TreeError::Read { path: dir.path().to_owned(), source })?;
+    Ok(owner_of(found.stat()))
 }
 
-fn owner_of(meta: &fs::Metadata) -> wire::Owner {
-    wire::Owner { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid(), ..Default::default() }
+fn owner_of(stat: &Stat) -> wire::Owner {
+    wire::Owner { mode: stat.st_mode & 0o7777, uid: stat.st_uid, gid: stat.st_gid, ..Default::default() }
+}
+
+/// Returns a stamp that changes when kubelet replaces the files of a volume: a hash of the properties of the directory
+/// and of the version in use. `None`: the directory has no versions, so its files may change without it.
+pub fn stamp(root: &Dir) -> io::Result<Option<u64>> {
+    let Ok(current) = root.link(CURRENT) else { return Ok(None) };
+    let found = root.find("")?;
+    let stat = found.stat();
+    let mut hash = DefaultHasher::new();
+    (stat.st_dev, stat.st_ino, stat.st_mtime, stat.st_mtime_nsec, current).hash(&mut hash);
+    Ok(Some(hash.finish()))
 }
 
 /// Reads everything in `root`, directories before their contents, always in the same order.
-pub fn read(root: &Path) -> Result<wire::Tree, TreeError> {
+pub fn read(root: &Dir) -> Result<wire::Tree, TreeError> {
     let mut attempt = 1;
     loop {
         match Reading::new(root).read() {
             Err(TreeError::Read { source, path })
-                if source.kind() == io::ErrorKind::NotFound && path != root && attempt < ATTEMPTS =>
+                if source.kind() == io::ErrorKind::NotFound && path != root.path() && attempt < ATTEMPTS =>
             {
                 attempt += 1;
             }
@@ -78,48 +93,50 @@ pub fn read(root: &Path) -> Result<wire::Tree, TreeError> {
     }
 }
 
+/// The name of the link to the version in use.
+const CURRENT: &str = "..data";
+
 struct Reading<'a> {
-    root: &'a Path,
+    root: &'a Dir,
     entries: Vec<wire::Entry>,
     bytes: u64,
     names: usize,
 }
 
 impl<'a> Reading<'a> {
-    fn new(root: &'a Path) -> Self {
+    fn new(root: &'a Dir) -> Self {
         Self { root, entries: Vec::new(), bytes: 0, names: 0 }
     }
 
     fn read(mut self) -> Result<wire::Tree, TreeError> {
-        // Only the version that `..data` points to: others are being written or removed.
-        let current = fs::read_link(self.root.join("..data")).ok();
-        self.directory(Path::new(""), current.as_deref())?;
+        // Only the version of `..data` is read: others are being written or removed.
+        let current = self.root.link(CURRENT).ok();
+        self.directory(self.root, Path::new(""), current.as_deref())?;
         Ok(wire::Tree { entries: self.entries, ..Default::default() })
     }
 
-    fn directory(&mut self, below: &Path, current: Option<&Path>) -> Result<(), TreeError> {
-        let dir = self.root.join(below);
-        let failed = |source| TreeError::Read { path: dir.clone(), source };
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&dir).map_err(failed)? {
-            names.push(entry.map_err(failed)?.file_name());
-            if names.len() > MAX_ENTRIES {
+    /// Reads the directory `dir`, whose path in the volume is `below`.
+    fn directory(&mut self, dir: &Dir, below: &Path, current: Option<&Path>) -> Result<(), TreeError> {
+        let failed = |source| TreeError::Read { path: dir.path().to_owned(), source };
+        let names = match dir.names(MAX_ENTRIES) {
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
                 return Err(self.too_large(format!("{MAX_ENTRIES} files")));
             }
-        }
-        names.sort();
+            names => names.map_err(failed)?,
+        };
         for name in names {
-            let is_version = name.as_bytes().starts_with(b"..") && name != "..data";
+            let is_version = name.as_bytes().starts_with(b"..") && name != CURRENT;
             if below.as_os_str().is_empty() && is_version && current.is_some_and(|current| current != name) {
                 continue;
             }
-            self.entry(below.join(name))?;
+            self.entry(dir, &name, below.join(&name))?;
         }
         Ok(())
     }
 
-    fn entry(&mut self, path: PathBuf) -> Result<(), TreeError> {
-        let at = self.root.join(&path);
+    /// Reads `name` of `dir`, whose path in the volume is `path`.
+    fn entry(&mut self, dir: &Dir, name: &OsStr, path: PathBuf) -> Result<(), TreeError> {
+        let at = dir.path().join(name);
         let failed = |source| TreeError::Read { path: at.clone(), source };
         let unfit = |what| TreeError::Kind { path: at.clone(), what };
         let text = path.to_str().ok_or_else(|| unfit("not named in UTF-8"))?.to_owned();
@@ -130,37 +147,35 @@ impl<'a> Reading<'a> {
         if self.names > MAX_NAMES {
             return Err(self.too_large(format!("{MAX_NAMES} bytes of names")));
         }
-        let meta = fs::symlink_metadata(&at).map_err(failed)?;
-        let mut entry = wire::Entry { path: text, owner: Some(owner_of(&meta)).into(), ..Default::default() };
-        if meta.is_dir() {
-            entry.set_directory(wire::Directory::new());
-            self.entries.push(entry);
-            return self.directory(&path, None);
-        }
-        if meta.is_symlink() {
-            let target = fs::read_link(&at).map_err(failed)?;
-            let target = target.to_str().ok_or_else(|| unfit("a symlink to a path that is not UTF-8"))?;
-            self.names += target.len();
-            entry.set_link(target.to_owned());
-        } else if meta.is_file() {
-            entry.set_file(self.file(&at)?);
-        } else {
-            return Err(unfit("neither a file, a directory nor a symlink"));
+        let stat = dir.stat(name).map_err(failed)?;
+        let mut entry = wire::Entry { path: text, owner: Some(owner_of(&stat)).into(), ..Default::default() };
+        match kind(&stat) {
+            Kind::Directory => {
+                if path.components().count() > MAX_DEPTH {
+                    return Err(self.too_large(format!("{MAX_DEPTH} directories in one another")));
+                }
+                entry.set_directory(wire::Directory::new());
+                self.entries.push(entry);
+                return self.directory(&dir.dir(name).map_err(failed)?, &path, None);
+            }
+            Kind::Link => {
+                let target = dir.link(name).map_err(failed)?;
+                let target = target.to_str().ok_or_else(|| unfit("a symlink to a path that is not UTF-8"))?;
+                self.names += target.len();
+                entry.set_link(target.to_owned());
+            }
+            Kind::File => entry.set_file(self.file(dir, name)?),
+            Kind::Device | Kind::Other => return Err(unfit("neither a file, a directory nor a symlink")),
         }
         self.entries.push(entry);
         Ok(())
     }
 
-    fn file(&mut self, at: &Path) -> Result<Vec<u8>, TreeError> {
-        use std::io::Read;
-        let failed = |source| TreeError::Read { path: at.to_owned(), source };
-        let file = fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
-            .open(at)
-            .map_err(failed)?;
+    fn file(&mut self, dir: &Dir, name: &OsStr) -> Result<Vec<u8>, TreeError> {
+        let failed = |source| TreeError::Read { path: dir.path().join(name), source };
+        let file = dir.find(name).and_then(|found| found.open(Access::Read)).map_err(failed)?;
         let mut content = Vec::new();
-        // One byte more reveals a larger file.
+        // One more byte reveals a larger file.
         let room = MAX_BYTES - self.bytes;
         let length = file.take(room + 1).read_to_end(&mut content).map_err(failed)? as u64;
         if length > room {
@@ -171,15 +186,23 @@ impl<'a> Reading<'a> {
     }
 
     fn too_large(&self, most: String) -> TreeError {
-        TreeError::TooLarge { path: self.root.to_owned(), most }
+        TreeError::TooLarge { path: self.root.path().to_owned(), most }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::{
+        fs,
+        os::unix::fs::{PermissionsExt, symlink},
+    };
 
     use super::*;
+
+    fn read(root: &Path) -> Result<wire::Tree, TreeError> {
+        let dir = Dir::host(root).map_err(|source| TreeError::Read { path: root.to_owned(), source })?;
+        super::read(&dir)
+    }
 
     fn volume() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
@@ -206,6 +229,28 @@ mod tests {
         assert_eq!((key.file(), key.owner.mode), (&b"..2"[..], 0o400));
         assert_eq!((tree.entries[3].link(), tree.entries[4].link()), ("..2", "..data/sub"));
         assert_eq!(tree, read(dir.path()).unwrap());
+    }
+
+    #[test]
+    fn a_stamp_is_another_one_when_the_files_are_replaced() {
+        let dir = volume();
+        let stamp = || stamp(&Dir::host(dir.path()).unwrap()).unwrap();
+        let before = stamp().unwrap();
+        assert_eq!(stamp(), Some(before));
+        symlink("..1", dir.path().join("..data_tmp")).unwrap();
+        fs::rename(dir.path().join("..data_tmp"), dir.path().join("..data")).unwrap();
+        assert_ne!(stamp(), Some(before));
+        fs::remove_file(dir.path().join("..data")).unwrap();
+        assert_eq!(stamp(), None, "there are no versions");
+    }
+
+    #[test]
+    fn directories_in_one_another_have_an_end() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join(["d"; MAX_DEPTH].join("/"))).unwrap();
+        read(dir.path()).unwrap();
+        fs::create_dir(dir.path().join(["d"; MAX_DEPTH].join("/")).join("d")).unwrap();
+        assert!(read(dir.path()).unwrap_err().to_string().contains("64 directories"));
     }
 
     #[test]

@@ -21,36 +21,54 @@ use tokio::{
 use super::VolumeError;
 use crate::helper::Helpers;
 
-/// Watches directories.
+/// The watches of directories.
 #[derive(Debug)]
 pub struct Watches {
     inotify: Arc<Inotify>,
-    helpers: Helpers,
-    // Held for a look-up or a change, never across an await.
+    // The lock is held for a look-up or a change, never across an await.
     watched: Arc<Mutex<Watched>>,
 }
 
 #[derive(Debug, Default)]
 struct Watched {
-    senders: HashMap<i32, watch::Sender<u64>>,
-    /// Number of watches that helpers are adding: a new one may have the number of a watch that is not used
-    /// any more.
+    senders: HashMap<i32, watch::Sender<Counts>>,
+    /// The number of watches that helpers are adding. A new watch may have the number of one that is not used any more.
     being_added: usize,
+}
+
+/// The number of changes of a directory, and of times at which changes may have been missed.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Counts {
+    seen: u64,
+    lost: u64,
+}
+
+/// A report from a watch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Change {
+    /// The directory has changed.
+    Seen,
+    /// The directory may have changed: there were more events than the kernel keeps. It need not be read again if its
+    /// stamp is the same.
+    Lost,
 }
 
 /// A watched directory. Two watches of one directory both receive its changes.
 #[derive(Debug)]
 pub struct Watch {
-    changes: watch::Receiver<u64>,
+    changes: watch::Receiver<Counts>,
+    last: Counts,
 }
 
 impl Watch {
-    /// Waits for a change since the last call, or since the watch began. Never returns if the source of
-    /// changes has ended.
-    pub async fn changed(&mut self) {
+    /// Waits for a change since the last call, or since the watch began. Never returns if the source of changes has
+    /// ended.
+    pub async fn changed(&mut self) -> Change {
         if self.changes.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
+        let before = std::mem::replace(&mut self.last, *self.changes.borrow_and_update());
+        if self.last.seen == before.seen { Change::Lost } else { Change::Seen }
     }
 }
 
@@ -65,7 +83,7 @@ impl Drop for Adding<'_> {
 
 impl Watches {
     /// Creates an empty set. Needs a runtime.
-    pub fn new(helpers: Helpers) -> io::Result<Self> {
+    pub fn new() -> io::Result<Self> {
         let inotify = Arc::new(Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?);
         let watched: Arc<Mutex<Watched>> = Arc::default();
         let (reader, shared) = (inotify.clone(), watched.clone());
@@ -91,21 +109,22 @@ impl Watches {
                 }
             }
         });
-        Ok(Self { inotify, helpers, watched })
+        Ok(Self { inotify, watched })
     }
 
-    /// Starts watching `dir` of `pod` for names that are created, removed or replaced.
-    pub async fn watch(&self, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
+    /// Watches `dir` of `pod`, with the pod's `helpers`, for names that are created, removed or replaced.
+    pub async fn watch(&self, helpers: &Helpers, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
         let failed = |source| VolumeError::Watch { dir: dir.to_owned(), source };
         let instance = self.inotify.as_fd().try_clone_to_owned().map_err(failed)?;
         self.watched().being_added += 1;
         let adding = Adding(self);
-        let wd = self.helpers.watch(pod, dir, instance).await?;
-        // Earlier changes are seen when the caller reads the directory afterwards.
+        let wd = helpers.watch(pod, dir, instance).await?;
+        // The caller reads the directory afterwards, and so sees earlier changes.
         let changes = self.watched().senders.entry(wd).or_default().subscribe();
         drop(adding);
         self.clear();
-        Ok(Watch { changes })
+        let last = *changes.borrow();
+        Ok(Watch { changes, last })
     }
 
     /// Ends unused watches.
@@ -116,7 +135,7 @@ impl Watches {
         }
         let ended = watched.senders.extract_if(|_, sender| sender.receiver_count() == 0);
         for (wd, _) in ended {
-            // Fails if its directory is gone, and the watch with it.
+            // Fails if the directory is gone, and the watch with it.
             let _ = rustix::fs::inotify::remove_watch(&self.inotify, wd);
         }
     }
@@ -126,71 +145,102 @@ impl Watches {
     }
 }
 
-fn tell(senders: &mut HashMap<i32, watch::Sender<u64>>, wd: i32, mask: AddWatchFlags) {
+fn tell(senders: &mut HashMap<i32, watch::Sender<Counts>>, wd: i32, mask: AddWatchFlags) {
     if mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-        // The lost events are unknown.
-        senders.values().for_each(|sender| sender.send_modify(|changes| *changes += 1));
+        // The kernel does not report which events were lost.
+        senders.values().for_each(|sender| sender.send_modify(|counts| counts.lost += 1));
     } else if mask.contains(AddWatchFlags::IN_IGNORED) {
-        // The directory is gone; its number may be reused.
+        // The directory is gone; the watch's number may be reused.
         senders.remove(&wd);
     } else if let Some(sender) = senders.get(&wd) {
-        sender.send_modify(|changes| *changes += 1);
+        sender.send_modify(|counts| counts.seen += 1);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, os::unix::fs::symlink, time::Duration};
+    use std::{fs, os::unix::fs::symlink, path::PathBuf, time::Duration};
 
     use super::*;
 
-    fn watches() -> Watches {
-        Watches::new(Helpers::new(None, Duration::from_secs(60))).unwrap()
+    /// A pod's directory in kubelet's, and the pod's helpers.
+    struct Node {
+        root: tempfile::TempDir,
+        helpers: Helpers,
+        watches: Watches,
     }
 
-    fn pod() -> SandboxId {
-        "pod".parse().unwrap()
+    impl Node {
+        fn new() -> Self {
+            let root = tempfile::tempdir().unwrap();
+            let helpers = Helpers::new(None, Duration::from_secs(60)).with_kubelet_root(root.path()).of("u");
+            Self { root, helpers, watches: Watches::new().unwrap() }
+        }
+
+        fn volume(&self, name: &str) -> PathBuf {
+            let dir = self.root.path().join("pods/u/volumes/kubernetes.io~secret").join(name);
+            fs::create_dir_all(&dir).unwrap();
+            dir
+        }
+
+        async fn watch(&self, dir: &Path) -> Result<Watch, VolumeError> {
+            self.watches.watch(&self.helpers, &"pod".parse().unwrap(), dir).await
+        }
     }
 
-    async fn soon(watch: &mut Watch) {
-        tokio::time::timeout(Duration::from_secs(60), watch.changed()).await.unwrap();
+    async fn soon(watch: &mut Watch) -> Change {
+        tokio::time::timeout(Duration::from_secs(60), watch.changed()).await.unwrap()
     }
 
     #[tokio::test]
     async fn whoever_watches_a_directory_is_told_of_its_changes_and_of_no_others() {
-        let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let watches = watches();
-        let mut first = watches.watch(&pod(), one.path()).await.unwrap();
-        let mut second = watches.watch(&pod(), one.path()).await.unwrap();
-        let mut elsewhere = watches.watch(&pod(), other.path()).await.unwrap();
-        symlink("x", one.path().join("..data_tmp")).unwrap();
-        fs::rename(one.path().join("..data_tmp"), one.path().join("..data")).unwrap();
-        soon(&mut first).await;
+        let node = Node::new();
+        let (one, other) = (node.volume("one"), node.volume("other"));
+        let mut first = node.watch(&one).await.unwrap();
+        let mut second = node.watch(&one).await.unwrap();
+        let mut elsewhere = node.watch(&other).await.unwrap();
+        symlink("x", one.join("..data_tmp")).unwrap();
+        fs::rename(one.join("..data_tmp"), one.join("..data")).unwrap();
+        assert_eq!(soon(&mut first).await, Change::Seen);
         soon(&mut second).await;
-        fs::write(other.path().join("f"), "").unwrap();
+        fs::write(other.join("f"), "").unwrap();
         soon(&mut elsewhere).await;
-        assert!(watches.watch(&pod(), &one.path().join("..data")).await.is_err(), "it leads nowhere");
+        assert!(node.watch(&one.join("..data")).await.is_err(), "it leads nowhere");
+        assert!(node.watch(Path::new("/etc")).await.is_err(), "it is not the pod's");
 
         // A removed directory ends its watch, and a new one in its place has its own.
-        let dir = other.path().join("d");
-        fs::create_dir(&dir).unwrap();
-        let before = watches.watch(&pod(), &dir).await.unwrap();
+        let dir = node.volume("d");
+        let before = node.watch(&dir).await.unwrap();
         fs::remove_dir(&dir).unwrap();
         fs::create_dir(&dir).unwrap();
-        let mut after = watches.watch(&pod(), &dir).await.unwrap();
+        let mut after = node.watch(&dir).await.unwrap();
         fs::write(dir.join("f"), "").unwrap();
         soon(&mut after).await;
         drop(before);
     }
 
     #[tokio::test]
+    async fn events_that_were_lost_are_told_as_such() {
+        let node = Node::new();
+        let dir = node.volume("one");
+        let mut watch = node.watch(&dir).await.unwrap();
+        let overflow = || tell(&mut node.watches.watched().senders, -1, AddWatchFlags::IN_Q_OVERFLOW);
+        overflow();
+        assert_eq!(soon(&mut watch).await, Change::Lost);
+        overflow();
+        let wd = *node.watches.watched().senders.keys().next().unwrap();
+        tell(&mut node.watches.watched().senders, wd, AddWatchFlags::IN_CREATE);
+        assert_eq!(soon(&mut watch).await, Change::Seen, "both");
+    }
+
+    #[tokio::test]
     async fn watches_that_nobody_holds_are_given_back() {
-        let dirs: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
-        let watches = watches();
+        let node = Node::new();
+        let dirs = ["a", "b", "c"].map(|name| node.volume(name));
         for dir in &dirs {
-            drop(watches.watch(&pod(), dir.path()).await.unwrap());
+            drop(node.watch(dir).await.unwrap());
         }
-        let _held = watches.watch(&pod(), dirs[0].path()).await.unwrap();
-        assert_eq!(watches.watched().senders.len(), 1);
+        let _held = node.watch(&dirs[0]).await.unwrap();
+        assert_eq!(node.watches.watched().senders.len(), 1);
     }
 }

@@ -109,7 +109,7 @@ fn a_monitor_of_no_pod_below_a_resident_process_waits_for_one() {
 
 #[test]
 fn a_guests_pid_is_not_a_hosts() {
-    // A VM runtime reports pid 20 of the guest; on the host that is somebody else, of another pod even.
+    // A VM runtime reports pid 20 of the guest; on the host, pid 20 may even be a process of another pod.
     let pods = [pod("pod-a", "ctr-a", 0)];
     let table = vec![process(20, 1, "sshd", "")];
     assert_eq!(roles(table, &pods, &Known::default()), []);
@@ -121,7 +121,7 @@ fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
     let known = Known { cri: Some(5), observers: [3].into(), ..Known::default() };
     let of = |id: &str, shim: i32, table: &mut Vec<Process>| {
         table.push(process(shim, 1, "containerd-shim-kata-v2", &format!("-namespace k8s.io -id {id}")));
-        // Its virtiofsd starts another one; its VMM is found without KVM, too.
+        // Its virtiofsd starts a second one; its VMM is found without KVM, too.
         table.push(process(
             shim + 1,
             shim,
@@ -148,7 +148,7 @@ fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
     assert_eq!(roles(table, &[a, b], &known), expected);
 }
 
-/// Programs with Kata's names that sleep: doubles of its processes, which `/proc` shows like the real ones.
+/// Programs with Kata's names that only sleep. `/proc` shows them like Kata's own processes.
 struct DoubleKata {
     shim: std::process::Child,
     children: Vec<i32>,
@@ -158,7 +158,7 @@ impl DoubleKata {
     fn start(dir: &std::path::Path, id: &str) -> Self {
         use std::os::unix::process::CommandExt;
         let (reader, writer) = std::io::pipe().unwrap();
-        // Each has a name of Kata's as its first argument.
+        // Each program has one of Kata's names as its first argument.
         let script = format!(
             "bash -c 'exec -a virtiofsd sleep 600' --socket-path=/run/vc/vm/{id}/vhost-fs.sock >/dev/null & echo $!; \
              bash -c 'exec -a cloud-hypervisor sleep 600' >/dev/null & echo $!; exec >&-; wait"
@@ -216,4 +216,123 @@ fn kata_s_processes_as_proc_shows_them_have_their_roles_and_their_memory() {
     assert_eq!(role(vmm), Some((Role::Vmm, Some(id))));
     assert!(!role(virtiofsd).unwrap().0.is_management() && !role(vmm).unwrap().0.is_management());
     assert!([double.shim.id() as i32, virtiofsd, vmm].iter().all(|pid| crate::pss::total(*pid).unwrap() > 0));
+}
+
+/// Returns the rows of a recorded ledger at one number of pods as (runtime, process, role, pod). The ledger has the
+/// ties; Kata's cgroups are the ones that its processes had in that run.
+fn recorded(
+    runtime: &str,
+    pods: &str,
+    cgroup: impl Fn(&str, &str) -> String,
+) -> Vec<(Process, Role, String)> {
+    let text = include_str!("../../../../docs/results/kata/memory-image/ledger.csv");
+    let mut rows = csv::Reader::from_reader(text.as_bytes());
+    let mut found: Vec<(Process, Role, String)> = Vec::new();
+    for row in rows.records().map(Result::unwrap) {
+        let [of, _, count, pid, name, pod, role, ..] = row.iter().collect::<Vec<_>>()[..] else {
+            panic!("{row:?}")
+        };
+        let pid: i32 = pid.parse().unwrap();
+        // A VMM has one row for each part of its memory.
+        if of != runtime || count != pods || found.iter().any(|(process, ..)| process.pid == pid) {
+            continue;
+        }
+        let process =
+            Process { cgroups: vec![cgroup(name, pod)], command: name.into(), ..process(pid, 1, name, "") };
+        found.push((process, serde_json::from_value(role.into()).unwrap(), pod.into()));
+    }
+    found
+}
+
+fn assert_as_recorded(rows: &[(Process, Role, String)], pods: usize) {
+    let mut ids: Vec<&String> = rows.iter().map(|(.., pod)| pod).collect();
+    ids.sort();
+    ids.dedup();
+    assert_eq!((ids.len(), rows.len()), (pods, 4 * pods), "a shim, a VMM and two virtiofsd each");
+    let ids: Vec<PodIds> =
+        ids.into_iter().map(|id| PodIds { pod: id.clone(), ..PodIds::default() }).collect();
+    let mut table: Table = rows.iter().map(|(process, ..)| (process.pid, process.clone())).collect();
+    // Other processes of such a node: containerd, and three kernel threads for each VM.
+    table.insert(5, process(5, 1, "containerd", ""));
+    let vmms: Vec<(i32, String)> = rows
+        .iter()
+        .filter(|(_, role, _)| *role == Role::Vmm)
+        .map(|(process, _, pod)| (process.pid, pod.clone()))
+        .collect();
+    for (index, (vmm, _)) in vmms.iter().flat_map(|vmm| [vmm; 3]).enumerate() {
+        let name = format!("vhost-{vmm}");
+        let worker = Process { is_kernel_thread: true, ..process(90_000 + index as i32, *vmm, &name, "") };
+        table.insert(worker.pid, Process { command: String::new(), ..worker });
+    }
+    let known = Known { cri: Some(5), observers: [3].into(), ..Known::default() };
+    let found = attribute(&table, &ids, &known);
+    for (process, role, pod) in rows {
+        let tie = found.get(&process.pid).map(|tie| (tie.role, tie.pod.as_ref()));
+        assert_eq!(tie, Some((*role, Some(pod))), "{process:?}");
+    }
+    for (vmm, pod) in vmms {
+        let workers: Vec<&Found> = table
+            .values()
+            .filter(|process| process.is_kernel_thread && process.parent == vmm)
+            .map(|process| &found[&process.pid])
+            .collect();
+        assert_eq!(workers.len(), 3);
+        assert!(
+            workers.iter().all(|tie| tie.role == Role::Vmm && tie.pod.as_ref() == Some(&pod)),
+            "{workers:?}"
+        );
+    }
+    assert!(found.values().all(|tie| tie.role != Role::Unattributed), "{found:?}");
+}
+
+#[test]
+fn the_processes_of_a_real_kata_have_the_roles_that_a_person_found() {
+    // Kata's Go shim has two cgroups for a pod, its Rust shim one.
+    let go = |name: &str, pod: &str| match name {
+        "qemu-system-x86_64" => format!("/k8s.io/kata_{pod}"),
+        _ => format!("/kata_overhead/{pod}"),
+    };
+    for (count, pods) in [("1", 1), ("5", 5), ("10", 10)] {
+        assert_as_recorded(&recorded("kata-image", count, go), pods);
+        assert_as_recorded(&recorded("kata-rs-image", count, |_, pod| format!("/k8s.io/{pod}")), pods);
+    }
+}
+
+#[test]
+fn all_of_our_own_processes_are_management() {
+    // In the recording, the helper had no role, and the front's two processes were in no row.
+    let mut rows = recorded("sandboxer", "10", |_, pod| format!("/pods/{pod}"));
+    let daemon = rows.iter().find(|(_, role, _)| *role == Role::Daemon).unwrap().0.pid;
+    let vmms: BTreeSet<i32> =
+        rows.iter().filter(|(_, role, _)| *role == Role::Vmm).map(|(process, ..)| process.pid).collect();
+    for (process, role, _) in &mut rows {
+        match role {
+            Role::Daemon => (process.watches, process.parent) = (vmms.clone(), 271),
+            Role::Unattributed | Role::Pool => process.parent = daemon,
+            _ => process.parent = daemon,
+        }
+        process.program = Some((1, if process.name.starts_with("qemu") { 9 } else { 7 }));
+        process.has_vm = process.name.starts_with("qemu");
+    }
+    let ids: Vec<PodIds> = rows
+        .iter()
+        .filter(|(_, role, _)| *role == Role::Vmm)
+        .map(|(.., pod)| PodIds { pod: pod.clone(), ..PodIds::default() })
+        .collect();
+    let mut table: Table = rows.iter().map(|(process, ..)| (process.pid, process.clone())).collect();
+    for (pid, parent) in [(270, 260), (271, 270)] {
+        table.insert(pid, Process { program: Some((1, 8)), ..process(pid, parent, "sandboxer-front", "") });
+    }
+    // The program that started them does not belong to them.
+    table.insert(260, process(260, 1, "bash", ""));
+    // A short command of the daemon that makes a disk does not, either.
+    table.insert(99, Process { program: Some((1, 5)), ..process(99, daemon, "mkfs.erofs", "") });
+    let found = attribute(&table, &ids, &Known::default());
+    let of = |role: Role| {
+        found.iter().filter(|(_, tie)| tie.role == role).map(|(pid, _)| *pid).collect::<Vec<_>>()
+    };
+    let helper = rows.iter().find(|(_, role, _)| *role == Role::Unattributed).unwrap().0.pid;
+    assert_eq!(of(Role::Daemon), [270, 271, daemon, helper]);
+    assert_eq!(of(Role::Unattributed), [99]);
+    assert_eq!((of(Role::Vmm).len(), of(Role::Pool).len()), (10, 2));
 }

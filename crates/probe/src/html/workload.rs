@@ -1,4 +1,4 @@
-//! A section of a result of workloads: a part for each probe.
+//! The page's section on a result of workloads, with a part for each probe.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ use crate::workload::report::Report;
 use crate::workload::store::Loaded;
 use crate::workload::summary::{Series, shown};
 
-/// Adds the section.
+/// Adds the section of `result`.
 pub fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     let report = &result.report;
     let emulated = result.runtimes().iter().any(|runtime| report.manifest.is_emulated(runtime));
@@ -81,7 +81,7 @@ fn part(out: &mut String, result: &Loaded, probe: &Probe, palette: &Palette) {
     studies(out, &result.report, probe);
 }
 
-/// Adds CPU time by role, and the work done for it.
+/// Adds CPU time by role, and the work done per CPU time.
 fn costs(out: &mut String, report: &Report, probe: &Probe) {
     let of_probe = report.costs.iter().filter(|cost| cost.probe == probe.name);
     let rows: Vec<Vec<String>> = of_probe

@@ -1,4 +1,4 @@
-//! Requests to an API server: JSON over HTTP/1.1, with TLS unless its URL is `http://`, as that of `kubectl proxy` is.
+//! Requests to an API server: JSON over HTTP/1.1, with TLS unless the URL is `http://`, as for `kubectl proxy`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,38 +17,38 @@ use tokio_rustls::rustls::{ClientConfig, RootCertStore, crypto};
 
 use super::kubeconfig::Access;
 
-/// Maximum size of an answer, bytes.
+/// Maximum size of a response, bytes.
 const LONGEST: usize = 8 << 20;
-/// Maximum time of a request.
+/// Timeout of a request.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Why a request has no answer.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
     /// The kubeconfig's URL or certificates cannot be used.
     #[error("cannot use the kubeconfig's {what}: {why}")]
     Access {
-        /// Which part.
+        /// Which part of the kubeconfig.
         what: &'static str,
-        /// What is wrong.
+        /// What is wrong with that part.
         why: String,
     },
-    /// No answer.
+    /// The server sent no response.
     #[error("{what}: no answer from {server}: {why}")]
     Unreachable {
-        /// The request.
+        /// The request, as method and path.
         what: String,
-        /// The server.
+        /// Address of the server.
         server: String,
-        /// Why.
+        /// The reason, in one line.
         why: String,
     },
-    /// The server refused.
+    /// The server refused the request.
     #[error("{what}: {status}: {message}")]
     Refused {
-        /// The request.
+        /// The request, as method and path.
         what: String,
-        /// Its status.
+        /// HTTP status of the response.
         status: StatusCode,
         /// The server's message.
         message: String,
@@ -56,13 +56,13 @@ pub enum ApiError {
 }
 
 impl ApiError {
-    /// Returns whether the server says that the object does not exist.
+    /// Returns whether the server reports that the object does not exist.
     pub fn is_not_found(&self) -> bool {
         matches!(self, ApiError::Refused { status: StatusCode::NOT_FOUND, .. })
     }
 }
 
-/// A client of an API server. Each request has a connection of its own.
+/// A client of an API server. Each request opens its own connection.
 #[derive(Clone)]
 pub struct Client {
     server: String,
@@ -74,7 +74,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Returns a client; connects to nothing.
+    /// Creates a client without connecting.
     pub fn of(access: &Access) -> Result<Self, ApiError> {
         let bad = |what, why: String| ApiError::Access { what, why };
         let uri: Uri =
@@ -97,7 +97,7 @@ impl Client {
         })
     }
 
-    /// Sends a request and returns the answer's JSON.
+    /// Sends a request and returns the JSON of the response.
     pub async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiError> {
         let what = format!("{method} {path}");
         let unreachable =

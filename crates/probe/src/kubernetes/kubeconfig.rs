@@ -1,4 +1,4 @@
-//! A kubeconfig: which API server, and as whom.
+//! A kubeconfig: the API server and the user.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
-/// Maximum size of a kubeconfig and of the files that it names, bytes.
+/// Maximum size of a kubeconfig and of each file that it names, bytes.
 const LONGEST: u64 = 1 << 20;
 
 /// Why a kubeconfig cannot be used.
@@ -15,57 +15,57 @@ pub enum KubeconfigError {
     /// A file cannot be read.
     #[error("cannot read {path}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// It is no YAML or JSON of a kubeconfig.
+    /// The file is no YAML or JSON of a kubeconfig.
     #[error("{path} is no kubeconfig")]
     Shape {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// The parser's error.
         source: serde_yaml_ng::Error,
     },
-    /// A name that it uses is not in it.
+    /// The kubeconfig refers to a name that it does not define.
     #[error("{path} has no {what} '{name}'")]
     Missing {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// "context", "cluster" or "user".
         what: &'static str,
-        /// The name.
+        /// The undefined name.
         name: String,
     },
-    /// It asks for something that the probe does not do.
+    /// The kubeconfig requires something that the probe does not support.
     #[error("{path}: {why}")]
     Unsupported {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What, and what to do.
+        /// What is unsupported, and what to do.
         why: String,
     },
 }
 
-/// An API server and a user.
+/// Access to an API server as a user.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Access {
-    /// Its URL, such as `https://192.0.2.1:6443`.
+    /// URL of the server, such as `https://192.0.2.1:6443`.
     pub server: String,
-    /// Name of the server's certificate, if it is not that of the URL.
+    /// Name in the server's certificate, if it differs from the URL's host.
     pub server_name: Option<String>,
-    /// PEM certificates that the server's is signed by.
+    /// PEM certificates that sign the server's certificate.
     pub authority: Option<Vec<u8>>,
     /// PEM certificate and key of the user.
     pub certificate: Option<(Vec<u8>, Vec<u8>)>,
     /// Bearer token of the user.
     pub token: Option<String>,
-    /// Namespace of the context; "default" if it has none.
+    /// Namespace of the context; "default" if it names none.
     pub namespace: String,
 }
 
-/// Shows no secret.
+/// Hides all secrets.
 impl std::fmt::Debug for Access {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Access").field("server", &self.server).finish_non_exhaustive()
@@ -138,7 +138,7 @@ struct User {
 }
 
 impl Access {
-    /// Reads a kubeconfig; `context` is its current one without a name. Paths in it are relative to its directory.
+    /// Reads a kubeconfig. Without `context`, uses its current context. Paths in it are relative to its directory.
     pub fn read(path: &Path, context: Option<&str>) -> Result<Self, KubeconfigError> {
         let text = bounded(path)?;
         let file: File = serde_yaml_ng::from_slice(&text)
@@ -212,7 +212,7 @@ impl Reader<'_> {
         })
     }
 
-    /// Returns data that are in the kubeconfig in base64, or in a file.
+    /// Returns data that the kubeconfig contains in base64, or in a file that it names.
     fn data(
         &self,
         inside: &Option<String>,

@@ -1,5 +1,5 @@
-//! Start-up as a cluster sees it: from a pod's creation until it is Ready, by the API server's own timestamps. Works for any
-//! RuntimeClass, and needs no access to the nodes.
+//! Start-up as a cluster sees it: from a pod's creation until it is Ready, by the API server's own timestamps. Works
+//! with any RuntimeClass and needs no access to the nodes.
 //!
 //! | module | what it holds |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! The result of a cluster's start-up times.
+//! The result of measuring a cluster's start-up times.
 
 use std::collections::BTreeMap;
 
@@ -8,58 +8,58 @@ use super::startup::{Plan, Row};
 use crate::sample::Outcome;
 use crate::summary::{nearest_rank, sorted};
 
-/// Version of the format.
+/// Version of the result's format.
 pub const SCHEMA: u32 = 1;
-/// Pods of a class below which the mean is said to be of few.
+/// Number of pods of a class below which a note says that the mean is of few pods.
 const ENOUGH: usize = 30;
 
-/// A result.
+/// Result of a measurement in a cluster.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// [`SCHEMA`] of the probe that wrote it.
     pub schema: u32,
-    /// "created to Ready, by the cluster's own timestamps".
+    /// What is measured: "created to Ready, by the cluster's own timestamps".
     pub measures: String,
-    /// Resolution of the stamps, s.
+    /// Resolution of the timestamps, s.
     pub resolution_s: f64,
     /// Version of the API server.
     pub cluster: String,
     /// Image of the pods.
     pub image: String,
-    /// It ended early.
+    /// Whether the measurement ended early.
     pub partial: bool,
-    /// By RuntimeClass.
+    /// Times by RuntimeClass.
     pub classes: BTreeMap<String, Class>,
-    /// Notes.
+    /// Notes on the measurement.
     pub notes: Vec<String>,
-    /// Every pod.
+    /// Every pod, warm-ups and failures included.
     pub rows: Vec<Row>,
 }
 
 /// Times of a RuntimeClass, s.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Class {
-    /// Pods, failures included.
+    /// Number of pods, failures included.
     pub n: usize,
-    /// Pods that did not get Ready. The figures below are from the others.
+    /// Number of pods that did not become Ready. The figures below are from the others.
     pub failures: usize,
-    /// Shortest.
+    /// Shortest time, s.
     pub min_s: Option<f64>,
-    /// Median, nearest rank.
+    /// Median time by nearest rank, s.
     pub p50_s: Option<f64>,
-    /// 90th percentile.
+    /// 90th percentile of the times, s.
     pub p90_s: Option<f64>,
-    /// Longest.
+    /// Longest time, s.
     pub max_s: Option<f64>,
-    /// Mean: the figure that the resolution does not spoil.
+    /// Mean time, s: the only figure that the coarse resolution does not distort.
     pub mean_s: Option<f64>,
-    /// Standard deviation.
+    /// Standard deviation of the times, s.
     pub sd_s: Option<f64>,
     /// Number of pods by their time, s.
     pub pods_by_s: BTreeMap<i64, usize>,
-    /// Mean time of each condition, since creation.
+    /// Mean time of each condition since creation, s.
     pub conditions_mean_s: BTreeMap<String, f64>,
-    /// Mean time of each event, since creation.
+    /// Mean time of each event since creation, s.
     pub events_mean_s: BTreeMap<String, f64>,
 }
 

@@ -1,4 +1,4 @@
-//! Pods of a cluster, created one after the other on alternating RuntimeClasses, and the stamps that the cluster gives them.
+//! Pods of a cluster, created one after the other on alternating RuntimeClasses, and the cluster's timestamps of them.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,11 +16,11 @@ use super::report::{self, Report};
 use crate::sample::Outcome;
 use crate::timeline::RUN_LABEL;
 
-/// Interval of the requests for a pod's state. It is in no figure: those are the cluster's own stamps.
+/// Interval of the requests for a pod's state. No figure includes it: all times are the cluster's own timestamps.
 const LOOK: Duration = Duration::from_millis(500);
-/// Time for the removal of a pod.
+/// Timeout of a pod's removal.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
-/// Reasons of a waiting container after which it will not start.
+/// Reasons of a waiting container that mean it will not start.
 const HOPELESS: [&str; 5] = [
     "ErrImageNeverPull",
     "InvalidImageName",
@@ -29,61 +29,61 @@ const HOPELESS: [&str; 5] = [
     "RunContainerError",
 ];
 
-/// Plan of a measurement.
+/// Plan of a measurement in a cluster.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// RuntimeClasses, in the order in which they alternate; an empty name is none.
+    /// RuntimeClasses, in the order in which they alternate; an empty name stands for none.
     pub classes: Vec<String>,
-    /// Counted pods of each.
+    /// Number of counted pods of each class.
     pub count: u32,
-    /// Pods of each that are not counted.
+    /// Number of warm-up pods of each class, which are not counted.
     pub warm_up: u32,
     /// Namespace of the pods.
     pub namespace: String,
     /// Name of the run, unique in the namespace.
     pub run: String,
-    /// Image.
+    /// Reference of the pods' image.
     pub image: String,
-    /// Command that keeps running.
+    /// Command of the containers, which must keep running.
     pub command: Vec<String>,
-    /// Node on which they run; the scheduler's choice without one.
+    /// Node on which the pods run; the scheduler's choice if `None`.
     pub node: Option<String>,
     /// Time after which a start has failed.
     pub timeout: Duration,
 }
 
-/// One pod. Times are s since its creation, of the cluster's clocks; `None` for stamps that it does not have.
+/// One pod. Times are s since its creation, by the cluster's clocks; `None` if the timestamp is missing.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Row {
     /// RuntimeClass; empty for none.
     pub class: String,
-    /// From 0; warm-ups count by themselves.
+    /// Number of the pod, from 0; warm-ups are numbered separately.
     pub index: u32,
-    /// Never counted.
+    /// Whether the pod is a warm-up, which never counts.
     pub warm_up: bool,
-    /// Node that it ran on.
+    /// Node on which the pod ran.
     pub node: String,
-    /// Why it failed, in one line; empty if it did not.
+    /// The reason for a failure, in one line; empty on success.
     pub error: String,
-    /// It was interrupted: not counted.
+    /// Whether the start was interrupted, so that it does not count.
     pub interrupted: bool,
-    /// `metadata.creationTimestamp`.
+    /// The pod's `metadata.creationTimestamp`.
     pub created: String,
-    /// Conditions of the pod that became true, such as "Ready".
+    /// Times of the pod's conditions that became true, such as "Ready".
     pub conditions: BTreeMap<String, f64>,
-    /// Its container's start.
+    /// Start of the pod's container.
     pub started_s: Option<f64>,
-    /// Its events by reason, such as "Scheduled"; the last one of each.
+    /// Times of the pod's events by reason, such as "Scheduled"; the latest of each.
     pub events: BTreeMap<String, f64>,
 }
 
 impl Row {
-    /// Returns the time from its creation until it was Ready, s, if it counts.
+    /// Returns the time from the pod's creation until it was Ready, s, if the pod counts.
     pub fn ready_s(&self) -> Option<f64> {
         self.conditions.get("Ready").copied().filter(|_| self.outcome() == Outcome::Ok && !self.warm_up)
     }
 
-    /// Returns its result.
+    /// Returns the outcome of the pod's start.
     pub fn outcome(&self) -> Outcome {
         match (self.interrupted, self.error.is_empty()) {
             (true, _) => Outcome::Interrupted,
@@ -99,7 +99,7 @@ pub enum StartupError {
     /// The plan measures nothing.
     #[error("name at least one RuntimeClass and request at least one pod")]
     Empty,
-    /// The API server.
+    /// A request to the API server failed.
     #[error(transparent)]
     Api(#[from] ApiError),
     /// The cluster has no such RuntimeClass.
@@ -107,7 +107,7 @@ pub enum StartupError {
     NoClass(String),
 }
 
-/// Measures. Failures stay in the rows. Ends early when `cancel` is cancelled; removes every pod.
+/// Measures. Failures stay in the rows. Ends early when `cancel` is cancelled. Removes every pod.
 pub async fn measure(
     client: &Client,
     plan: &Plan,
@@ -146,7 +146,7 @@ pub async fn measure(
 }
 
 async fn one(client: &Client, plan: &Plan, name: &str, mut row: Row, cancel: &CancellationToken) -> Row {
-    // Stamps have whole seconds: pods that are created at any part of one have a true mean.
+    // Timestamps have whole seconds: only if pods are created at random fractions of a second is their mean true.
     let phase = Duration::from_secs_f64(rand::rng().random_range(0.0..1.0));
     let attempt = async {
         tokio::time::sleep(phase).await;
@@ -202,7 +202,7 @@ fn pod(plan: &Plan, name: &str, class: &str) -> Value {
     pod
 }
 
-/// Waits until a pod is Ready, and returns it then.
+/// Waits until a pod is Ready, and returns its state then.
 async fn ready(client: &Client, plan: &Plan, path: &str, mut pod: Value) -> Result<Value, String> {
     let end = Instant::now() + plan.timeout;
     loop {
@@ -224,7 +224,7 @@ async fn ready(client: &Client, plan: &Plan, path: &str, mut pod: Value) -> Resu
     }
 }
 
-/// Returns why a pod is not ready yet: its container's reason, else that of a condition.
+/// Returns why a pod is not ready yet: its container's reason, or else a condition's.
 fn waits(pod: &Value) -> String {
     let text = |value: &Value| {
         let of = |name: &str| value.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -239,7 +239,7 @@ fn waits(pod: &Value) -> String {
     unmet.map_or_else(|| "without a reason".into(), text)
 }
 
-/// Returns when a condition became true.
+/// Returns the time at which a condition became true.
 fn condition(pod: &Value, kind: &str) -> Option<Timestamp> {
     let conditions = pod.pointer("/status/conditions")?.as_array()?;
     let of = conditions.iter().find(|of| of["type"] == kind && of["status"] == "True")?;
@@ -253,7 +253,7 @@ async fn events(client: &Client, plan: &Plan, pod: &Value) -> Result<Value, ApiE
     client.call(Method::GET, &path, None).await
 }
 
-/// Reads the stamps of a pod that is Ready.
+/// Reads the timestamps of a pod that is Ready.
 fn stamps(row: &mut Row, pod: &Value, events: &Value) -> Result<(), String> {
     let created = pod.pointer("/metadata/creationTimestamp").and_then(Value::as_str).unwrap_or_default();
     let begin: Timestamp = created
@@ -268,7 +268,7 @@ fn stamps(row: &mut Row, pod: &Value, events: &Value) -> Result<(), String> {
     let started = pod.pointer("/status/containerStatuses/0/state/running/startedAt").and_then(Value::as_str);
     row.started_s = started.and_then(|at| at.parse().ok()).map(since);
     for event in events.get("items").and_then(Value::as_array).into_iter().flatten() {
-        // Events of the scheduler have microseconds, those of a kubelet whole seconds.
+        // Events of the scheduler have microseconds, events of a kubelet whole seconds.
         let at =
             ["eventTime", "lastTimestamp"].iter().find_map(|name| event.get(*name)?.as_str()?.parse().ok());
         if let (Some(reason), Some(at)) = (event.get("reason").and_then(Value::as_str), at) {
@@ -278,7 +278,7 @@ fn stamps(row: &mut Row, pod: &Value, events: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Removes a pod and waits until it does not exist.
+/// Removes a pod and waits until it is gone.
 async fn remove(client: &Client, plan: &Plan, name: &str) -> Result<(), String> {
     let path = format!("/api/v1/namespaces/{}/pods/{name}", plan.namespace);
     let end = Instant::now() + REMOVAL_LIMIT;
@@ -296,7 +296,7 @@ async fn remove(client: &Client, plan: &Plan, name: &str) -> Result<(), String> 
     }
 }
 
-/// Removes all pods of the run, also those whose creation was interrupted.
+/// Removes all pods of the run, including those whose creation was interrupted.
 async fn clean(client: &Client, plan: &Plan) -> Result<(), String> {
     let label = format!("{RUN_LABEL}%3D{}", plan.run);
     let path = format!("/api/v1/namespaces/{}/pods?labelSelector={label}", plan.namespace);

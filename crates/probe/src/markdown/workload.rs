@@ -8,7 +8,7 @@ use crate::workload::efficiency;
 use crate::workload::store::Loaded as Workload;
 use crate::workload::summary::shown;
 
-/// Returns a table of each result of workloads, next to published figures of the same parameters.
+/// Returns one table per result of workloads, beside published figures with the same parameters.
 pub fn workloads(results: &[Workload]) -> String {
     let mut out = String::new();
     for result in results {
@@ -60,7 +60,7 @@ pub fn workloads(results: &[Workload]) -> String {
     out
 }
 
-/// Adds CPU time by role, and the work done for it.
+/// Adds CPU time by role, and the work done per CPU time.
 fn costs(out: &mut String, result: &Workload) {
     if result.report.costs.is_empty() {
         return;

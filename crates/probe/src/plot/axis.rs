@@ -1,8 +1,8 @@
-//! Axes: positions of values and ticks.
+//! Axes: the positions of values and ticks.
 
 use super::scene::{Anchor, Dash, Ink, Scene, TEXT, text_width};
 
-/// Maps values of one direction to positions.
+/// Maps the values of one direction to positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Axis {
     from: f64,
@@ -18,7 +18,7 @@ impl Axis {
         Self { from: 0.0, to: if most > 0.0 { most } else { 1.0 }, start, end, log: false }
     }
 
-    /// Between two positive values; logarithmic if they are far apart.
+    /// Creates an axis between two positive values; logarithmic if they are far apart.
     pub fn spanning(least: f64, most: f64, start: f32, end: f32) -> Self {
         if least > 0.0 && most / least > 8.0 {
             Self { from: least / 1.1, to: most * 1.1, start, end, log: true }
@@ -32,7 +32,7 @@ impl Axis {
         self.log
     }
 
-    /// Returns the position of a value, limited to the ends.
+    /// Returns the position of a value, clamped to the axis's ends.
     pub fn at(&self, value: f64) -> f32 {
         let part = if self.log {
             (value.max(self.from) / self.from).ln() / (self.to / self.from).ln()
@@ -42,7 +42,7 @@ impl Axis {
         self.start + (self.end - self.start) * part.clamp(0.0, 1.0) as f32
     }
 
-    /// Returns round values within it.
+    /// Returns round values on the axis.
     pub fn ticks(&self) -> Vec<f64> {
         if self.log {
             let first = self.from.log10().floor() as i32;
@@ -78,7 +78,7 @@ pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent
     for value in x.ticks() {
         let (at, text) = (x.at(value), number(value));
         scene.line(vec![(at, bottom), (at, top)], Ink::Grid, 1.0, Dash::Solid);
-        // A number that would touch the one before it is omitted; its line is drawn.
+        // Omits a number that would touch the one before it, but draws its line.
         let half = text_width(&text) / 2.0;
         if at - half > free {
             free = at + half + TEXT * 0.4;

@@ -12,11 +12,11 @@ const TOP: f32 = 26.0;
 /// A bar of a waterfall.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bar {
-    /// Its name.
+    /// Name of the stage.
     pub name: String,
-    /// ms.
+    /// Length of the bar, ms.
     pub length: f64,
-    /// Colour.
+    /// Colour of the bar.
     pub ink: Ink,
 }
 
@@ -25,7 +25,7 @@ pub fn waterfall(title: &str, bars: &[Bar]) -> Scene {
     let total: f64 = bars.iter().map(|bar| bar.length.max(0.0)).sum();
     let mut scene = Scene::new(WIDTH, TOP + bars.len() as f32 * ROW + TEXT * 2.2, title);
     let bottom = TOP + bars.len() as f32 * ROW;
-    // Room for the last bar's number, and for half of the last tick's.
+    // Leaves space for the last bar's number and for half of the last tick's.
     let axis = Axis::linear(total * 1.16, NAMES, WIDTH - 16.0);
     scene.text((0.0, TEXT), Anchor::Start, Ink::Text, fitting(title, WIDTH));
     for value in axis.ticks() {

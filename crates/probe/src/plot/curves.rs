@@ -5,29 +5,29 @@ use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
 
 const WIDTH: f32 = 440.0;
 const HEIGHT: f32 = 340.0;
-/// Left, top, right, bottom margins of the area.
+/// Margins of the plot's area: left, top, right, bottom.
 const MARGIN: [f32; 4] = [54.0, 50.0, 12.0, 46.0];
-/// Length of a line in the legend: fits its longest pattern once.
+/// Length of a line in the legend: its longest pattern fits once.
 const SWATCH: f32 = 34.0;
-/// Ratio of the largest count to the smallest above which their axis is logarithmic.
+/// Ratio of the largest count to the smallest above which the axis of counts is logarithmic.
 const WIDE: f64 = 60.0;
-/// Maximum points drawn per curve: about the number of pixels.
+/// Maximum number of points drawn per curve: about the number of pixels.
 const POINTS: usize = 400;
 
 /// A curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Curve {
-    /// Its name.
+    /// Name of the series.
     pub name: String,
     /// x and y, ascending in x.
     pub points: Vec<(f64, f64)>,
-    /// Colour; a published one is thinner and dashed.
+    /// Colour of the curve. A published curve is thinner and dashed.
     pub ink: Ink,
-    /// With a dot at each point.
+    /// Whether to draw a dot at each point.
     pub dots: bool,
 }
 
-/// Draws distributions: times in `unit`, and the fraction of starts at or below.
+/// Draws distributions: times in `unit`, and the fraction of starts at or below each.
 pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let ends = |curve: &Curve| Some((curve.points.first()?.0, curve.points.last()?.0));
     let ends: Vec<(f64, f64)> = curves.iter().filter_map(ends).collect();
@@ -41,7 +41,7 @@ pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     draw(scene, &steps, &x, &y, (&name, "fraction of starts at or below"), true, legend)
 }
 
-/// Draws percentiles of latencies in `unit`: few points of distributions, joined by lines.
+/// Draws percentiles of latencies in `unit`: a few points of each distribution, joined by lines.
 pub fn percentiles(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let times = || curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.0));
     let (least, most) = (times().fold(f64::INFINITY, f64::min), times().fold(0.0, f64::max));
@@ -52,14 +52,14 @@ pub fn percentiles(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     draw(scene, curves, &x, &y, (&name, "fraction at or below"), true, legend)
 }
 
-/// Draws amounts over counts, from zero.
+/// Draws amounts over counts, both from zero.
 pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
     let all = curves.iter().flat_map(|curve| &curve.points);
     let most = all.fold((0.0f64, 0.0f64), |most, point| (most.0.max(point.0), most.1.max(point.1)));
     let (scene, legend) = area(title, curves.len());
     let least = curves.iter().filter_map(|curve| curve.points.first()).map(|point| point.0);
     let x = match least.fold(f64::INFINITY, f64::min) {
-        // Sizes that double or more each time.
+        // Counts that double or more each time.
         least if most.0 / least > WIDE => Axis::spanning(least, most.0, MARGIN[0], WIDTH - MARGIN[2]),
         _ => Axis::linear(most.0 * 1.03, MARGIN[0], WIDTH - MARGIN[2]),
     };
@@ -68,7 +68,7 @@ pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
     draw(scene, curves, &x, &y, (name.trim_start_matches(", "), names.1), false, legend)
 }
 
-/// Returns a scene with room for a legend below the area.
+/// Returns a scene with space for a legend below the area.
 fn area(title: &str, curves: usize) -> (Scene, f32) {
     let legend = HEIGHT + 4.0;
     let mut scene = Scene::new(WIDTH, legend + curves as f32 * TEXT * 1.5 + 6.0, title);
@@ -76,7 +76,7 @@ fn area(title: &str, curves: usize) -> (Scene, f32) {
     (scene, legend)
 }
 
-/// Returns a distribution as steps: it rises at each sample.
+/// Returns a distribution as steps, rising at each sample.
 fn stepped(curve: &Curve) -> Curve {
     let thin = thinned(&curve.points);
     let mut points = Vec::with_capacity(2 * thin.len() + 1);
@@ -121,7 +121,7 @@ fn draw(
     scene
 }
 
-/// Dash patterns; as many as colours, so that the first six series differ in both.
+/// Dash patterns, as many as colours, so that the first six series differ in both.
 const SERIES: [Dash; 6] = [
     Dash::Solid,
     Dash::Dashed(&[14.0, 4.0]),
@@ -131,7 +131,7 @@ const SERIES: [Dash; 6] = [
     Dash::Dashed(&[14.0, 3.0, 3.0, 3.0, 3.0, 3.0]),
 ];
 
-/// Returns width and dash pattern of a line, which identify a series without colour.
+/// Returns the width and dash pattern of a line, which identify a series without colour.
 pub fn look(ink: Ink) -> (f32, Dash) {
     match ink {
         Ink::Series(index) => (2.4, SERIES[index % SERIES.len()]),

@@ -1,4 +1,4 @@
-//! Bars in groups, from zero, each with an interval.
+//! Groups of bars from zero, each bar with an interval.
 
 use super::axis::{Axis, number};
 use super::curves::fitting;
@@ -6,23 +6,23 @@ use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
 
 const WIDTH: f32 = 440.0;
 const NAMES: f32 = 150.0;
-/// Room for a value behind its bar.
+/// Width reserved for a value behind its bar.
 const VALUES: f32 = 74.0;
 const ROW: f32 = 22.0;
 const TOP: f32 = 26.0;
 
-/// A bar.
+/// A bar of a group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bar {
-    /// Its name.
+    /// Name of the bar.
     pub name: String,
-    /// Its length.
+    /// Length of the bar, in the plot's unit.
     pub value: f64,
-    /// Ends of its interval.
+    /// Ends of the value's interval; `None` without one.
     pub interval: Option<(f64, f64)>,
     /// The value as text.
     pub shown: String,
-    /// Colour.
+    /// Colour of the bar.
     pub ink: Ink,
 }
 
@@ -31,7 +31,7 @@ pub struct Bar {
 pub struct Group {
     /// The heading; empty for none.
     pub name: String,
-    /// The bars.
+    /// The bars, from top to bottom.
     pub bars: Vec<Bar>,
 }
 
@@ -65,7 +65,7 @@ fn ticks(scene: &mut Scene, axis: &Axis, bottom: f32) {
     for value in axis.ticks() {
         let (at, text) = (axis.at(value), number(value));
         scene.line(vec![(at, TOP), (at, bottom)], Ink::Grid, 1.0, Dash::Solid);
-        // As on other axes: a number that would touch the one before it is omitted.
+        // Omits a number that would touch the one before it, as on other axes.
         let half = text_width(&text) / 2.0;
         if at - half > free {
             free = at + half + TEXT * 0.4;

@@ -1,4 +1,4 @@
-//! A scene as PNG: light, twice as many pixels as units, text from a bitmap font, so that the host needs no
+//! Renders a scene as PNG: in light colours, two pixels per unit, and with a bitmap font, so that the host needs no
 //! font.
 
 use noto_sans_mono_bitmap::{FontWeight, RasterHeight, get_raster, get_raster_width};
@@ -73,7 +73,7 @@ fn write(pixels: &mut Pixmap, at: (f32, f32), anchor: Anchor, ink: Ink, text: &s
             Anchor::Middle => width / 2.0,
             Anchor::End => width,
         };
-    // The font's base line is four fifths down its box.
+    // The font's baseline is four fifths down its box.
     let top = (at.1 + PAD) * SCALE - FONT.val() as f32 * 0.8;
     let [red, green, blue] = rgb(ink);
     for (index, character) in text.chars().enumerate() {
@@ -88,7 +88,7 @@ fn write(pixels: &mut Pixmap, at: (f32, f32), anchor: Anchor, ink: Ink, text: &s
     }
 }
 
-/// Characters that the font lacks, by those that it has.
+/// Returns a substitute for a character that the font lacks.
 fn plain(character: char) -> char {
     match character {
         '–' | '—' => '-',

@@ -3,77 +3,77 @@
 /// Colours by meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ink {
-    /// Texts and axes.
+    /// Colour of texts and axes.
     Text,
-    /// Ticks' texts and remarks.
+    /// Colour of ticks' texts and remarks.
     Muted,
-    /// Lines of the grid.
+    /// Colour of grid lines.
     Grid,
-    /// One of the measured series.
+    /// Colour of a measured series, by its number.
     Series(usize),
-    /// A published figure.
+    /// Colour of a published figure, by its number.
     Published(usize),
 }
 
 /// Dash pattern of a line: distinguishes series without colour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Dash {
-    /// Solid.
+    /// A solid line.
     Solid,
     /// Lengths of dashes and gaps in turn, an even number of them.
     Dashed(&'static [f32]),
 }
 
-/// Anchor of a text.
+/// Which point of a text is at its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
-    /// Its left end.
+    /// The text's left end.
     Start,
-    /// Its middle.
+    /// The text's middle.
     Middle,
-    /// Its right end.
+    /// The text's right end.
     End,
 }
 
-/// An element of a plot. Positions in units of the scene, y downwards.
+/// An element of a plot. Positions are in units of the scene; y grows downwards.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Item {
     /// A line through points.
     Line {
-        /// x, y.
+        /// The points, as x and y.
         points: Vec<(f32, f32)>,
-        /// Colour.
+        /// Colour of the line.
         ink: Ink,
-        /// Width.
+        /// Width of the line.
         width: f32,
-        /// Breaks.
+        /// Dash pattern of the line.
         dash: Dash,
     },
     /// A filled box.
     Box {
-        /// Left, top, width, height.
+        /// Left, top, width and height of the box.
         at: [f32; 4],
-        /// Colour.
+        /// Colour of the box.
         ink: Ink,
         /// Tooltip; may be empty.
         title: String,
     },
     /// A dot.
     Dot {
-        /// Centre.
+        /// Centre of the dot, as x and y.
         at: (f32, f32),
-        /// Colour.
+        /// Colour of the dot.
         ink: Ink,
     },
     /// A text on one line.
     Text {
-        /// Of its base line.
+        /// Position of the text on its baseline, as x and y.
         at: (f32, f32),
-        /// Which end `at` is.
+        /// Which point of the text is at `at`.
         anchor: Anchor,
-        /// Colour.
+        /// Colour of the text.
         ink: Ink,
-        /// The text.
+        /// The text itself.
         text: String,
     },
 }
@@ -81,9 +81,9 @@ pub enum Item {
 /// A plot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scene {
-    /// Width.
+    /// Width of the scene.
     pub width: f32,
-    /// Height.
+    /// Height of the scene.
     pub height: f32,
     /// Description for screen readers.
     pub title: String,
@@ -91,11 +91,11 @@ pub struct Scene {
     pub items: Vec<Item>,
 }
 
-/// Height of a text, in units of a scene.
+/// Height of a text, in units of the scene.
 pub const TEXT: f32 = 14.0;
 
 impl Scene {
-    /// Returns an empty one.
+    /// Creates an empty scene.
     pub fn new(width: f32, height: f32, title: impl Into<String>) -> Self {
         Self { width, height, title: title.into(), items: Vec::new() }
     }
@@ -118,7 +118,7 @@ impl Scene {
     }
 }
 
-/// Padding of a standalone picture on each side.
+/// Padding on each side of a standalone picture.
 pub const PAD: f32 = 8.0;
 
 /// Returns the approximate width of a text in a wide font.

@@ -1,11 +1,11 @@
-//! A scene as SVG. Colours are CSS variables: the page's, or those of [`STYLE`] where it stands alone.
+//! Renders a scene as SVG. Colours are CSS variables, defined by the page, or by [`STYLE`] in a standalone file.
 
 use std::fmt::Write;
 
 use super::scene::{Anchor, Dash, Ink, Item, PAD, Scene, TEXT};
 
-/// Colours for light and dark. The series' are Okabe and Ito's, which colour-blind people tell apart; the last
-/// three are darker on white, where a thin line of theirs would be too faint (below 3 : 1).
+/// Colours for light and dark. The series have the colours of Okabe and Ito, which colour-blind people can distinguish.
+/// On white, the last three are darker, because thin lines in the original colours would be too faint (below 3 : 1).
 pub const STYLE: &str = "\
 :root{--paper:#fff;--ink:#1b1f24;--muted:#57606a;--grid:#e4e7eb;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
 --s3:#b04f88;--s4:#b37a00;--s5:#3f98d4;--p0:#6e7781;--p1:#8a6d3b}\

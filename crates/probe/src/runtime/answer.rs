@@ -6,32 +6,32 @@ use std::path::PathBuf;
 /// Name and versions of the runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
-    /// "containerd", ….
+    /// Name of the runtime, such as "containerd".
     pub name: String,
-    /// Its version.
+    /// Version of the runtime.
     pub version: String,
-    /// "v1".
+    /// Version of CRI, such as "v1".
     pub api: String,
 }
 
 /// Status of a pod.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PodState {
-    /// Sandbox id.
+    /// The sandbox's id.
     pub id: String,
-    /// Its name.
+    /// Name of the pod.
     pub name: String,
-    /// Kubernetes namespace.
+    /// Kubernetes namespace of the pod.
     pub namespace: String,
-    /// SANDBOX_READY.
+    /// Whether the sandbox is in state SANDBOX_READY.
     pub ready: bool,
-    /// Handler that it runs on.
+    /// Handler on which the pod runs.
     pub handler: String,
-    /// Its IP addresses; none with the node's network.
+    /// IP addresses of the pod; none with the node's network.
     pub addresses: Vec<String>,
-    /// Labels.
+    /// Labels of the pod.
     pub labels: HashMap<String, String>,
-    /// Creation, ns since 1970, by the runtime's clock.
+    /// Time of creation, ns since 1970, by the runtime's clock.
     pub created_at: i64,
     /// Verbose information of the runtime, usually JSON; empty unless requested.
     pub info: HashMap<String, String>,
@@ -40,38 +40,38 @@ pub struct PodState {
 /// State of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// Not yet started.
+    /// The container has not been started.
     Created,
-    /// Runs.
+    /// The container runs.
     Running,
-    /// Has ended.
+    /// The container has ended.
     Exited,
-    /// The runtime does not know.
+    /// The runtime does not know the state.
     Unknown,
 }
 
 /// Status of a container.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ContainerState {
-    /// Container id.
+    /// The container's id.
     pub id: String,
-    /// Its name.
+    /// Name of the container.
     pub name: String,
-    /// Its state.
+    /// State of the container.
     pub phase: Phase,
-    /// Valid when it has exited.
+    /// Exit code; valid once the container has exited.
     pub exit_code: i32,
-    /// CamelCase word for why it is in this state.
+    /// CamelCase word for the reason of this state.
     pub reason: String,
-    /// A sentence about it.
+    /// Sentence on the reason of this state.
     pub message: String,
-    /// Digest or id of its image.
+    /// Digest or id of the container's image.
     pub image: String,
-    /// Path of its log.
+    /// Path of the container's log.
     pub log_path: PathBuf,
-    /// Times, ns since 1970, 0 when it did not happen yet.
+    /// Time of the start, ns since 1970; 0 if the container has not been started.
     pub started_at: i64,
-    /// As above.
+    /// Time of the exit, ns since 1970; 0 if the container has not ended.
     pub finished_at: i64,
     /// Verbose information of the runtime; empty unless requested.
     pub info: HashMap<String, String>,
@@ -80,35 +80,35 @@ pub struct ContainerState {
 /// An item of a list of pods or containers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
-    /// Sandbox or container id.
+    /// Id of the sandbox or container.
     pub id: String,
-    /// Sandbox that a container is in; of a pod its own id.
+    /// Sandbox of a container; for a pod, its own id.
     pub pod: String,
-    /// Its name.
+    /// Name of the pod or container.
     pub name: String,
-    /// Handler; empty for containers.
+    /// Runtime handler; empty for containers.
     pub handler: String,
-    /// Ready or running.
+    /// Whether the pod is ready or the container running.
     pub running: bool,
-    /// Labels.
+    /// Labels of the pod or container.
     pub labels: HashMap<String, String>,
 }
 
 /// Result of a command run in a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecOutput {
-    /// Bytes of stdout.
+    /// Bytes that the command wrote to stdout.
     pub stdout: Vec<u8>,
-    /// Bytes of stderr.
+    /// Bytes that the command wrote to stderr.
     pub stderr: Vec<u8>,
-    /// Its exit code.
+    /// Exit code of the command.
     pub exit_code: i32,
 }
 
-/// Resource usage of a container, if known.
+/// Resource usage of a container, as far as known.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// CPU time since its start, ns.
+    /// CPU time since the container's start, ns.
     pub cpu_ns: Option<u64>,
     /// Working set, bytes.
     pub memory_bytes: Option<u64>,
@@ -117,10 +117,10 @@ pub struct Usage {
 /// An image on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
-    /// Its id: digest of its configuration.
+    /// Id of the image: the digest of its configuration.
     pub id: String,
-    /// `name@sha256:…` of its manifest.
+    /// References of the image's manifest: `name@sha256:…`.
     pub digests: Vec<String>,
-    /// Size, bytes.
+    /// Size of the image, bytes.
     pub size: u64,
 }

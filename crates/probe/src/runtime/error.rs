@@ -4,25 +4,25 @@ use std::path::PathBuf;
 
 use tonic::Code;
 
-/// Why a call failed.
+/// Why a CRI call failed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RuntimeError {
     /// The endpoint is invalid.
     #[error("cannot use CRI endpoint '{endpoint}': {reason}; use unix:///path/to/containerd.sock")]
     Endpoint {
-        /// As given.
+        /// The endpoint as given.
         endpoint: String,
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// No runtime answers.
+    /// No runtime responds.
     #[error(
         "cannot reach a CRI runtime at {endpoint}: {reason}; is containerd running, and is this its socket?"
     )]
     Unreachable {
-        /// The socket.
+        /// Path of the socket.
         endpoint: PathBuf,
-        /// What the system said.
+        /// The system's error, as text.
         reason: String,
     },
     /// The runtime returned an error.
@@ -32,25 +32,25 @@ pub enum RuntimeError {
         call: &'static str,
         /// The pod, container or image.
         subject: String,
-        /// gRPC's code.
+        /// Code of the gRPC status.
         code: Code,
         /// The runtime's message.
         message: String,
     },
-    /// The answer lacks a field that CRI requires.
+    /// The response lacks a field that CRI requires.
     #[error("the answer to {call} of {subject} lacks {lacking}")]
     Incomplete {
         /// CRI's name of the call.
         call: &'static str,
         /// The pod, container or image.
         subject: String,
-        /// The missing field.
+        /// Name of the missing field.
         lacking: &'static str,
     },
 }
 
 impl RuntimeError {
-    /// Returns gRPC's code, if the runtime answered.
+    /// Returns the gRPC code, if the runtime responded.
     pub fn code(&self) -> Option<Code> {
         match self {
             RuntimeError::Refused { code, .. } => Some(*code),
@@ -58,7 +58,7 @@ impl RuntimeError {
         }
     }
 
-    /// Returns whether there is no such pod, container or image.
+    /// Returns whether the pod, container or image does not exist.
     pub fn is_not_found(&self) -> bool {
         self.code() == Some(Code::NotFound)
     }

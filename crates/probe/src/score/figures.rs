@@ -11,18 +11,18 @@ use crate::workload::store::{self as workload, Loaded as Workload};
 /// Results to judge.
 #[derive(Debug, Clone, Default)]
 pub struct Results {
-    /// Of `workload`.
+    /// Results of `workload`.
     pub workloads: Vec<Workload>,
-    /// Of `startup`.
+    /// Results of `startup` and `mem-report`.
     pub startups: Vec<Startup>,
 }
 
 /// A figure of one system.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Figure {
-    /// The mean; of a sweep the mean of its cases' means.
+    /// The mean; for a sweep, the mean of its cases' means.
     pub mean: f64,
-    /// The same with medians.
+    /// The median; for a sweep, the mean of its cases' medians.
     pub median: Option<f64>,
     /// The values, if they are of one case.
     pub values: Vec<f64>,
@@ -34,7 +34,7 @@ impl Figure {
         Self { mean, ..Self::default() }
     }
 
-    /// Returns the figure of cases; `None` if one of them has no values.
+    /// Returns the figure of cases; `None` if a case has no values.
     pub fn of_cases(cases: &[Vec<f64>]) -> Option<Self> {
         let average = |of: &dyn Fn(&[f64]) -> Option<f64>| -> Option<f64> {
             let all = cases.iter().map(|values| of(values)).collect::<Option<Vec<f64>>>()?;
@@ -52,16 +52,16 @@ fn mean(values: &[f64]) -> Option<f64> {
 /// Why a result cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// One of `startup` or `mem-report`.
+    /// A result of `startup` or `mem-report` cannot be read.
     #[error(transparent)]
     Startup(#[from] StoreError),
-    /// One of `workload`.
+    /// A result of `workload` cannot be read.
     #[error(transparent)]
     Workload(#[from] workload::LoadError),
 }
 
 impl Results {
-    /// Reads directories that `workload`, `startup` or `mem-report` wrote, or text files of times.
+    /// Loads directories that `workload`, `startup` or `mem-report` wrote, or text files of times.
     pub fn load(paths: &[PathBuf]) -> Result<Self, LoadError> {
         let mut results = Self::default();
         for path in paths {
@@ -73,7 +73,7 @@ impl Results {
         Ok(results)
     }
 
-    /// Returns every runtime, in the order of its first appearance.
+    /// Returns all runtimes, in the order of their first appearance.
     pub fn runtimes(&self) -> Vec<String> {
         let of_workloads = self.workloads.iter().flat_map(|of| of.report.series.iter().map(|s| &s.runtime));
         let of_startups = self.startups.iter().flat_map(|of| of.report.series.iter().map(|s| &s.runtime));
@@ -86,7 +86,7 @@ impl Results {
         names
     }
 
-    /// Returns a figure of a runtime: from the first result that has it.
+    /// Returns a figure of a runtime, from the first result that has it.
     pub fn figure(&self, from: &From, runtime: &str) -> Option<Figure> {
         match from {
             From::Workload { probe, cases, metric } => self.workloads.iter().find_map(|of| {
@@ -105,7 +105,7 @@ impl Results {
         }
     }
 
-    /// Returns properties of the results that a reader of a verdict must know.
+    /// Returns the properties of the results that a reader of a verdict must know.
     pub fn remarks(&self) -> Vec<String> {
         let mut remarks: Vec<String> = Vec::new();
         for of in &self.workloads {
@@ -114,6 +114,16 @@ impl Results {
                 of.report.notes.iter().filter(|note| note.starts_with("quick") || note.contains("emulated"));
             remarks.extend(more.map(|note| format!("{name}: {note}")));
             remarks.extend(of.report.partial_reason.iter().map(|why| format!("{name} is partial: {why}")));
+        }
+        for of in &self.startups {
+            let failed = of.report.series.iter().filter(|series| series.summary.failures > 0);
+            remarks.extend(failed.map(|series| {
+                let (failures, n) = (series.summary.failures, series.summary.n);
+                format!(
+                    "{}: {failures} of {n} starts of {} failed, and are in no figure",
+                    of.name, series.runtime
+                )
+            }));
         }
         remarks
     }

@@ -8,15 +8,15 @@ use super::figures::Figure;
 use super::sheet::{Feature, Levels};
 use crate::ratio::Ratio;
 
-/// Values that each side needs for an interval.
+/// Number of values that each side needs for an interval.
 const INTERVAL_OF: usize = 4;
 
-/// Figures of one system by the name of their feature.
+/// Figures of one system, by the name of their feature.
 #[derive(Debug, Clone, Default)]
 pub struct System {
-    /// Its name.
+    /// Name of the system.
     pub name: String,
-    /// Its figures.
+    /// Figures by feature.
     pub figures: BTreeMap<String, Figure>,
 }
 
@@ -25,50 +25,50 @@ pub struct System {
 pub struct Scores {
     /// The baseline's name.
     pub baseline: String,
-    /// One per system.
+    /// Scores of each system.
     pub systems: Vec<Scored>,
 }
 
 /// Scores of one system.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Scored {
-    /// Its name.
+    /// Name of the system.
     pub system: String,
-    /// One per feature of the sheet.
+    /// One cell per feature of the sheet.
     pub cells: Vec<Cell>,
-    /// By level.
+    /// Sums of scores by level.
     pub sums: BTreeMap<String, Sum>,
 }
 
 /// Score of one feature.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cell {
-    /// The feature.
+    /// Name of the feature.
     pub feature: String,
-    /// Its level.
+    /// Level of the feature.
     pub level: String,
     /// Percentage of the baseline's mean; `None` if one of the two was not measured.
     pub percent: Option<f64>,
-    /// By the means.
+    /// Score by the means; `None` without a percentage.
     pub score: Option<u8>,
-    /// By the medians, where there are any.
+    /// Score by the medians, if there are any.
     pub by_median: Option<u8>,
-    /// At both ends of the ratio's interval, where each side has at least four values.
+    /// Scores at both ends of the ratio's interval, if each side has at least four values.
     pub by_interval: Option<(u8, u8)>,
 }
 
 /// Sum of the scores of one level.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Sum {
-    /// The sum; features that were not measured add nothing.
+    /// Sum of the scores by the means; features that were not measured add nothing.
     pub score: u32,
-    /// Sum by medians.
+    /// Sum of the scores by the medians.
     pub by_median: u32,
-    /// Measured features.
+    /// Number of measured features.
     pub measured: usize,
-    /// All features.
+    /// Number of all features.
     pub of: usize,
-    /// Highest sum of the measured features.
+    /// Highest possible sum for the measured features.
     pub attainable: u32,
 }
 
@@ -89,11 +89,12 @@ impl Cell {
             score: percent.map(|percent| feature.score(percent)),
             by_median: by_median.map(|(baseline, candidate)| feature.score(100.0 * candidate / baseline)),
             by_interval: interval
-                .map(|ratio| (feature.score(100.0 * ratio.ci_low), feature.score(100.0 * ratio.ci_high))),
+                .and_then(|ratio| ratio.interval)
+                .map(|ends| (feature.score(100.0 * ends.ci_low), feature.score(100.0 * ends.ci_high))),
         }
     }
 
-    /// Returns whether medians or an end of the interval give another score than the means.
+    /// Returns whether the medians or an end of the interval give a different score from the means.
     pub fn changes(&self) -> bool {
         let others = self.by_median.into_iter().chain(self.by_interval.into_iter().flat_map(|(a, b)| [a, b]));
         self.score.is_some_and(|score| others.into_iter().any(|other| other != score))
@@ -108,7 +109,7 @@ impl Feature {
     }
 }
 
-/// Returns the scores of systems.
+/// Scores `candidates` against `baseline`.
 pub fn grade(levels: &Levels, baseline: &System, candidates: &[System]) -> Scores {
     let scored = |system: &System| {
         let cells: Vec<Cell> = levels

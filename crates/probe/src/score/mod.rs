@@ -7,7 +7,7 @@
 //! | [`levels`] | scores by percentage of a baseline |
 //! | [`gate`] | ratios within a tolerance |
 //! | [`sla`] | highest rates under bounds of latency |
-//! | [`published`] | the published figures that the first kind of rules is from |
+//! | [`published`] | the published figures from which scores by percentage are taken |
 
 pub mod figures;
 pub mod gate;

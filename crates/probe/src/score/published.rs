@@ -9,20 +9,20 @@ use super::levels::{Scores, System, grade};
 use super::sheet::{From, Levels, Sheet};
 
 const DATA: &str = include_str!("../../data/thesis.toml");
-/// The system that is 100 %.
+/// The system that counts as 100 %.
 const BASELINE: &str = "bare metal";
 
 /// Published figures of a study.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Study {
-    /// Its name.
+    /// Title of the study.
     pub study: String,
-    /// Its hardware and software.
+    /// Hardware and software of the study.
     pub hardware: String,
-    /// Runs of each figure.
+    /// Number of runs behind each figure.
     pub n: u32,
-    /// Its features.
+    /// Published features.
     #[serde(rename = "feature")]
     pub features: Vec<Published>,
 }
@@ -31,19 +31,19 @@ pub struct Study {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
-    /// Its name on the sheet.
+    /// Name of the feature on the sheet.
     pub name: String,
     /// What was measured.
     pub what: String,
-    /// Unit of the figures, once they are divided.
+    /// Unit of the figures after division.
     pub unit: String,
-    /// Our probe with the profile paper has the same parameters.
+    /// Whether our probe with the profile "paper" has the same parameters.
     #[serde(default)]
     pub same_parameters: bool,
-    /// Makes printed figures what their unit says.
+    /// Divisor that converts printed figures to the unit.
     #[serde(default = "one")]
     divide_by: f64,
-    /// What to know about them.
+    /// Remark on the figures.
     #[serde(default)]
     pub note: String,
     /// Means as printed, by system.
@@ -59,12 +59,12 @@ fn one() -> f64 {
     1.0
 }
 
-/// A published score that its own rule contradicts.
+/// A published score that contradicts its own rule.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Contradiction {
-    /// The system.
+    /// Name of the system.
     pub system: String,
-    /// The feature.
+    /// Name of the feature.
     pub feature: String,
     /// Percentage of the baseline.
     pub percent: f64,
@@ -74,14 +74,14 @@ pub struct Contradiction {
     pub by_rule: u8,
 }
 
-/// The published scores against their rule.
+/// The published scores compared with their rule.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Check {
     /// Scores by the rule.
     pub scores: Scores,
-    /// Published cells.
+    /// Number of published cells.
     pub cells: usize,
-    /// Cells that differ.
+    /// Cells whose published score differs from the rule's.
     pub contradictions: Vec<Contradiction>,
 }
 
@@ -92,12 +92,13 @@ impl Published {
     }
 }
 
-/// Returns the thesis; nothing if the embedded text is invalid, which a test checks.
+/// Returns the thesis's study; an empty one if the embedded text is invalid, which a test checks.
 pub fn thesis() -> Study {
     toml::from_str(DATA).unwrap_or_default()
 }
 
-/// Returns the published features whose parameters this workload has with the profile paper: the mean over all `cases`.
+/// Returns the published features with the same parameters as this workload's profile "paper", each with the cases
+/// whose mean is comparable.
 pub fn like(probe: &str, metric: &str) -> Vec<(Published, Vec<String>)> {
     let Some(Sheet::Levels(levels)) = Sheet::built_in("desmet") else { return Vec::new() };
     let cases_of = |name: &str| {
@@ -112,7 +113,7 @@ pub fn like(probe: &str, metric: &str) -> Vec<(Published, Vec<String>)> {
     features.filter_map(|feature| Some((cases_of(&feature.name)?, feature))).map(|(a, b)| (b, a)).collect()
 }
 
-/// Scores the published means by the sheet, and compares the scores with the published ones.
+/// Scores the published means by the sheet, and compares the result with the published scores.
 pub fn check(levels: &Levels) -> Check {
     let study = thesis();
     let mut systems: BTreeMap<String, System> = BTreeMap::new();

@@ -1,23 +1,23 @@
-//! Sheets: rules as TOML. Unknown keys are errors.
+//! Sheets of rules, in TOML. Unknown keys are errors.
 
 use serde::{Deserialize, Serialize};
 
-/// The built-in sheets, by the name of their file.
+/// The built-in sheets, by file name.
 const BUILT_IN: [(&str, &str); 3] = [
     ("gate", include_str!("../../data/sheets/gate.toml")),
     ("sla", include_str!("../../data/sheets/sla.toml")),
     ("desmet", include_str!("../../data/sheets/desmet.toml")),
 ];
 
-/// Rules, of one of three kinds.
+/// Rules of one of three kinds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Sheet {
-    /// Every metric within a tolerance of the baseline's.
+    /// Every metric must be within a tolerance of the baseline's.
     Gate(Gate),
-    /// Highest rates under bounds of latency.
+    /// The highest rates within bounds of latency are scored.
     Sla(Sla),
-    /// Scores by percentage of the baseline.
+    /// Percentages of the baseline are scored.
     Levels(Levels),
 }
 
@@ -25,71 +25,71 @@ pub enum Sheet {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gate {
-    /// Its name.
+    /// Name of the sheet.
     pub name: String,
-    /// What it judges.
+    /// What the sheet judges.
     pub what: String,
-    /// The runtime that others are compared with.
+    /// Runtime with which the others are compared.
     pub baseline: String,
     /// Tolerated difference, % of the baseline.
     pub tolerance_percent: f64,
 }
 
-/// Rules of rates under bounds.
+/// Rules for rates within bounds of latency.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sla {
-    /// Its name.
+    /// Name of the sheet.
     pub name: String,
-    /// What it judges.
+    /// What the sheet judges.
     pub what: String,
-    /// The runtime whose score is 1.
+    /// Runtime whose score is 1.
     pub baseline: String,
-    /// The probe whose cases are rates.
+    /// Probe whose cases are rates.
     pub probe: String,
-    /// The cases' value with the rate, per s.
+    /// Name of the cases' value that is the rate, per s.
     pub rate: String,
-    /// Metric of the work that was done, per s.
+    /// Metric of the completed work, per s.
     pub done: String,
     /// Metric of the latency, µs.
     pub latency: String,
     /// Bounds of the latency, ms.
     pub bounds_ms: Vec<f64>,
-    /// Least share of the rate that must be done, %.
+    /// Minimum share of the rate that must be completed, %.
     pub done_percent: f64,
 }
 
-/// Rules of scores.
+/// Rules for scores by percentage of a baseline.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Levels {
-    /// Its name.
+    /// Name of the sheet.
     pub name: String,
-    /// What it judges.
+    /// What the sheet judges.
     pub what: String,
-    /// The runtime that is 100 %.
+    /// Runtime that counts as 100 %.
     pub baseline: String,
-    /// The features.
+    /// Scored features.
     #[serde(rename = "feature")]
     pub features: Vec<Feature>,
 }
 
-/// A feature that gets a score.
+/// A scored feature.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Feature {
-    /// Its name.
+    /// Name of the feature.
     pub name: String,
-    /// Scores are summed by level, for example low and high.
+    /// Level of the feature, such as low or high. Scores are summed by level.
     pub level: String,
-    /// Its importance; only shown.
+    /// Importance of the feature; only shown.
     #[serde(default)]
     pub importance: String,
     /// Which side of a threshold is good.
     pub operator: Operator,
     /// Thresholds of the scores from 1 up, % of the baseline.
     pub thresholds: Vec<f64>,
-    /// The figure; `None` for one that no probe measures.
+    /// Source of the figure; `None` if no probe measures it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<From>,
 }
@@ -98,28 +98,28 @@ pub struct Feature {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operator {
-    /// At or above.
+    /// At or above the threshold is good.
     AtLeast,
-    /// At or below.
+    /// At or below the threshold is good.
     AtMost,
 }
 
-/// Where a feature's figure is in results.
+/// Where in the results a feature's figure is.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, deny_unknown_fields)]
 pub enum From {
     /// A workload's metric, averaged over cases.
     Workload {
-        /// The probe.
+        /// Name of the probe.
         probe: String,
-        /// Its cases: all must be measured.
+        /// Cases of the probe. All must be measured.
         cases: Vec<String>,
-        /// The metric.
+        /// Name of the metric.
         metric: String,
     },
-    /// Start-up times of a mode.
+    /// Start-up times in one mode.
     Startup {
-        /// serial or parallel.
+        /// Mode: serial or parallel.
         startup: crate::sample::Mode,
     },
 }
@@ -127,10 +127,10 @@ pub enum From {
 /// Why a text is not a sheet.
 #[derive(Debug, thiserror::Error)]
 pub enum SheetError {
-    /// The TOML is invalid.
+    /// The text is not TOML of a sheet.
     #[error("not a sheet of rules")]
     Shape(#[from] toml::de::Error),
-    /// The rules have no meaning.
+    /// The rules cannot be applied.
     #[error("{0}")]
     Rules(String),
 }
@@ -151,13 +151,13 @@ impl Sheet {
         BUILT_IN.map(|(name, _)| name)
     }
 
-    /// Returns a built-in sheet.
+    /// Returns the built-in sheet `name`; `None` if there is none.
     pub fn built_in(name: &str) -> Option<Self> {
         let (_, text) = BUILT_IN.iter().find(|(known, _)| *known == name)?;
         Self::parse(text).ok()
     }
 
-    /// Reads a sheet, and checks that its rules can be applied.
+    /// Parses a sheet, and checks that its rules can be applied.
     pub fn parse(text: &str) -> Result<Self, SheetError> {
         let sheet: Self = toml::from_str(text)?;
         let fault = match &sheet {

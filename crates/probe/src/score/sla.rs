@@ -1,30 +1,32 @@
-//! The highest rate of transactions that keeps a bound of latency, on a ladder of rates.
+//! The highest rate of transactions that keeps within a bound of latency, on a ladder of rates.
 
 use serde::Serialize;
 
 use super::figures::Results;
 use super::sheet::Sla;
+use crate::sample::Outcome;
 use crate::summary::median;
+use crate::workload::run::Run;
 use crate::workload::store::Loaded;
 
 /// Score of one runtime.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Score {
-    /// The result.
+    /// Name of the result.
     pub result: String,
-    /// The runtime.
+    /// Name of the runtime.
     pub runtime: String,
-    /// The highest rate of each bound, per s; `None` if the lowest rate exceeds the bound or was not measured.
+    /// The highest rate for each bound, per s; `None` if the lowest rate exceeds the bound or was not measured.
     pub rates: Vec<Option<f64>>,
-    /// A bound's rate is the highest one of the ladder: the true one may be higher.
+    /// Whether each bound's rate is the ladder's highest: the true one may be higher.
     pub at_top: Vec<bool>,
     /// Geometric mean of the rates; `None` if a bound has none.
     pub score: Option<f64>,
-    /// Score over the baseline's.
+    /// Score divided by the baseline's.
     pub over_baseline: Option<f64>,
 }
 
-/// One rate of the ladder, as measured.
+/// Measured figures at one rate of the ladder.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Rung {
     rate: f64,
@@ -54,17 +56,21 @@ fn of_result(sla: &Sla, of: &Loaded) -> Vec<Score> {
     scores
 }
 
-/// Returns the rungs in ascending order, up to the first that has no figures: a failure ends the ladder.
+/// Returns the rungs in ascending order, up to the first without figures: a failure ends the ladder.
 fn ladder(sla: &Sla, of: &Loaded, runtime: &str) -> Vec<Rung> {
     let probe = of.report.probes.iter().find(|probe| probe.name == sla.probe);
     let cases = probe.into_iter().flat_map(|probe| probe.cases(of.report.profile));
     let mut rates: Vec<(f64, &str)> =
         cases.filter_map(|case| Some((case.values.get(&sla.rate)?.parse().ok()?, &*case.name))).collect();
     rates.sort_by(|a, b| a.0.total_cmp(&b.0));
+    // A single failed run leaves the rung without a figure: it may have failed because the rate was too high.
     let measured = |case: &str, metric: &str| {
-        let runs =
-            of.runs.iter().filter(|run| run.probe == sla.probe && run.case == case && run.runtime == runtime);
-        median(&runs.filter_map(|run| run.figure(metric)).collect::<Vec<_>>())
+        let counted = |run: &&Run| {
+            let counts = !run.warm_up && run.outcome != Outcome::Interrupted;
+            counts && run.probe == sla.probe && run.case == case && run.runtime == runtime
+        };
+        let values: Option<Vec<f64>> = of.runs.iter().filter(counted).map(|run| run.figure(metric)).collect();
+        median(&values?)
     };
     rates
         .into_iter()
@@ -99,6 +105,8 @@ fn scored(sla: &Sla, result: &str, runtime: &str, ladder: &[Rung]) -> Score {
 mod tests {
     use super::*;
     use crate::score::sheet::Sheet;
+    use crate::workload::definition::{self, Profile};
+    use crate::workload::summary::tests_data;
 
     fn sla() -> Sla {
         match Sheet::built_in("sla") {
@@ -119,6 +127,37 @@ mod tests {
         assert_eq!(score.at_top, [false, false, false, true, true]);
         let mean = (100.0f64 * 200.0 * 200.0 * 400.0 * 400.0).powf(0.2);
         assert!((score.score.unwrap() - mean).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_rung_with_a_failed_run_is_not_held_by_the_others() {
+        let mut of = tests_data::result(Profile::Quick);
+        of.report.probes = definition::all().into_iter().filter(|probe| probe.name == sla().probe).collect();
+        let cases: Vec<_> = of.report.probes[0].cases(of.report.profile).cloned().collect();
+        let run = of.runs[0].clone();
+        of.runs = cases
+            .iter()
+            .flat_map(|case| (0..3).map(move |round| (case, round)))
+            .map(|(case, round)| {
+                let rate: f64 = case.values[&sla().rate].parse().unwrap();
+                let figures = [(sla().latency, 500.0), (sla().done, rate)].into();
+                Run {
+                    probe: sla().probe,
+                    case: case.name.clone(),
+                    runtime: "runc".into(),
+                    round,
+                    figures,
+                    ..run.clone()
+                }
+            })
+            .collect();
+        assert_eq!(ladder(&sla(), &of, "runc").len(), cases.len());
+        // Two of the three runs at the second rate fail: they exceed their time, and have no latency.
+        let second = ladder(&sla(), &of, "runc")[1].rate;
+        for run in of.runs.iter_mut().filter(|run| run.figures[&sla().done] == second).take(2) {
+            (run.outcome, run.figures) = (Outcome::Failed, Default::default());
+        }
+        assert_eq!(ladder(&sla(), &of, "runc").len(), 1);
     }
 
     #[test]

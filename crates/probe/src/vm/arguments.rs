@@ -9,12 +9,12 @@ use super::{Accelerator, Image};
 /// Memory for translated code of an emulated guest, MiB. QEMU's default is 1 GiB.
 const TRANSLATED_MIB: u32 = 128;
 
-/// A disk of a VM besides its root.
+/// A disk of a VM besides its root disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
-    /// Its serial number, by which the guest finds it.
+    /// Serial number, by which the guest finds the disk.
     pub serial: &'static str,
-    /// A file or a block device of the host, raw.
+    /// Raw file or block device of the host.
     pub path: PathBuf,
     /// Whether requests bypass the host's cache.
     pub direct: bool,
@@ -25,9 +25,9 @@ pub struct Disk {
 /// A TCP and UDP port of this host that QEMU forwards to the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Forward {
-    /// Address of this host.
+    /// Address on this host.
     pub address: String,
-    /// The port, the same on both sides.
+    /// Port number, the same on both sides.
     pub port: u16,
 }
 
@@ -36,22 +36,22 @@ pub struct Forward {
 pub struct Machine<'a> {
     /// Disk, kernel and initrd.
     pub image: &'a Image,
-    /// What executes its instructions.
+    /// Whether KVM or QEMU executes the guest's instructions.
     pub accelerator: &'a Accelerator,
-    /// Processors.
+    /// Number of processors.
     pub cpus: u32,
     /// Memory, bytes.
     pub memory: u64,
-    /// Disks besides its root.
+    /// Disks besides the root disk.
     pub disks: Vec<Disk>,
-    /// A port for clients of a server.
+    /// Forwarded port, for clients of a server.
     pub forward: Option<Forward>,
-    /// Socket of the only other station on its network; without one it has QEMU's user-mode network.
+    /// Socket of the only other station on the VM's network; without one, the VM has QEMU's user-mode network.
     pub station: Option<PathBuf>,
 }
 
 impl Machine<'_> {
-    /// Returns the arguments. QEMU's stdin is the socket of the guest's port, its stdout gets the guest's console.
+    /// Returns the arguments. QEMU's stdin is the socket of the guest's port; its stdout receives the guest's console.
     pub fn arguments(&self) -> Vec<OsString> {
         let mut words: Vec<OsString> = Vec::new();
         let mut add = |name: &str, value: OsString| words.extend([name.into(), value]);
@@ -105,7 +105,7 @@ fn drive(id: &str, options: &str, path: &Path) -> OsString {
     with_path(&format!("if=none,id={id},format=raw,{options},file="), path)
 }
 
-/// Returns an option that ends with a path; a comma in a path is written twice.
+/// Returns an option that ends with a path. Doubles each comma in the path.
 fn with_path(option: &str, path: &Path) -> OsString {
     use std::os::unix::ffi::{OsStrExt, OsStringExt};
     let mut value = option.as_bytes().to_vec();

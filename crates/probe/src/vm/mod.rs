@@ -1,5 +1,5 @@
-//! The series `vm`: a conventional VM beside containers, for comparison. QEMU's machine q35 with its firmware, Debian's kernel,
-//! systemd as init, and one unit that runs a command.
+//! The series `vm`: a conventional VM beside containers, for comparison. It has QEMU's machine q35 with its firmware,
+//! Debian's kernel, systemd as init, and one unit that runs a command.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -19,15 +19,15 @@ pub mod ping;
 pub mod port;
 pub mod process;
 
-/// Name of the series, in place of a handler's.
+/// Name of the series, in place of a handler's name.
 pub const VM: &str = "vm";
-/// The VMM.
+/// Program of the VMM.
 const QEMU: &str = "qemu-system-x86_64";
-/// Memory of the VMM itself, bytes: its control group's limit is the guest's memory and this.
+/// Memory of the VMM itself, bytes. Its cgroup's limit is this plus the guest's memory.
 pub const VMM_MEMORY: u64 = 512 << 20;
-/// Processors of a VM whose size no option names.
+/// Processors of a VM if no option sets their number.
 pub const DEFAULT_CPUS: u32 = 1;
-/// Memory of a VM whose size no option names, bytes.
+/// Memory of a VM if no option sets it, bytes.
 pub const DEFAULT_MEMORY: u64 = 512 << 20;
 
 /// Why a VM cannot be used.
@@ -41,51 +41,51 @@ pub enum VmError {
         "cannot use the VM image: {path} is not a file; `make bench-vm` makes disk.raw, vmlinuz and initrd in one directory"
     )]
     Missing {
-        /// The file.
+        /// Path of the missing file.
         path: PathBuf,
     },
     /// A step on the host failed.
     #[error("cannot {action}: {reason}")]
     Host {
-        /// What was attempted.
+        /// The attempted step.
         action: &'static str,
-        /// What the system said.
+        /// The system's error, as text.
         reason: String,
     },
-    /// The guest sent something else than frames, or too much.
+    /// The guest sent something other than frames, or too much.
     #[error("the guest's output is unusable: {0}")]
     Output(#[from] port::PortError),
-    /// QEMU exited.
+    /// QEMU exited before the command ended.
     #[error("QEMU exited before the command ended ({status}); its last output: {said}")]
     Exited {
-        /// Its exit status.
+        /// QEMU's exit status.
         status: String,
-        /// Its last output, or the guest's console's.
+        /// Last output of QEMU or of the guest's console.
         said: String,
     },
-    /// The unit did not start in time.
+    /// The guest did not start its unit in time.
     #[error("the guest did not start its unit within {limit:?}; its last output: {said}")]
     NoUnit {
         /// The timeout.
         limit: std::time::Duration,
-        /// Its last output, or the guest's console's.
+        /// Last output of QEMU or of the guest's console.
         said: String,
     },
 }
 
-/// A disk with the kernel and initrd beside it.
+/// A root disk, with the kernel and initrd in the same directory.
 #[derive(Debug, Clone)]
 pub struct Image {
-    /// The root disk, raw.
+    /// Path of the root disk, raw.
     pub disk: PathBuf,
-    /// The kernel.
+    /// Path of the kernel.
     pub kernel: PathBuf,
-    /// The initrd.
+    /// Path of the initrd.
     pub initrd: PathBuf,
 }
 
 impl Image {
-    /// Returns the image of a root disk.
+    /// Returns the image of the root disk `disk`.
     pub fn of(disk: &Path) -> Self {
         Self {
             disk: disk.to_owned(),
@@ -94,52 +94,52 @@ impl Image {
         }
     }
 
-    /// Checks that its files exist.
+    /// Checks that the image's files exist.
     pub fn check(&self) -> Result<(), VmError> {
         let missing = [&self.disk, &self.kernel, &self.initrd].into_iter().find(|path| !path.is_file());
         missing.map_or(Ok(()), |path| Err(VmError::Missing { path: path.clone() }))
     }
 }
 
-/// What executes the guest's instructions.
+/// Whether KVM or QEMU executes the guest's instructions.
 #[derive(Debug, Clone)]
 pub struct Accelerator {
-    /// KVM; else QEMU emulates the processor.
+    /// Whether KVM is used; else QEMU emulates the processor.
     pub kvm: bool,
-    /// Why.
+    /// Why KVM is or is not used.
     pub reason: String,
 }
 
-/// How VMs of the series are run.
+/// Configuration of the series' VMs.
 #[derive(Debug, Clone)]
 pub struct Vm {
     /// Disk, kernel and initrd.
     pub image: Image,
-    /// The VMM.
+    /// Program of the VMM.
     pub program: PathBuf,
-    /// What executes the guest's instructions.
+    /// Whether KVM or QEMU executes the guest's instructions.
     pub accelerator: Accelerator,
     /// Address of this host at which clients in pods reach servers in the VM.
     pub address: Option<String>,
-    /// File system of control groups; tests have another one.
+    /// Directory of the cgroup file system; tests use another one.
     pub groups: PathBuf,
 }
 
 impl Vm {
-    /// Returns VMs of this disk.
+    /// Returns the configuration of VMs with this root disk.
     pub fn of(disk: &Path, accelerator: Accelerator, address: Option<String>) -> Self {
         let (program, groups) = (QEMU.into(), "/sys/fs/cgroup".into());
         Self { image: Image::of(disk), program, accelerator, address, groups }
     }
 
-    /// Returns the remark that its guests are emulated, if they are.
+    /// Returns the remark that the guests are emulated; `None` if they are not.
     pub fn remark(&self) -> Option<String> {
         let reason = &self.accelerator.reason;
         (!self.accelerator.kvm)
             .then(|| format!("{VM}: QEMU emulates the guest's processor, so its figures say nothing about a VM on KVM: {reason}"))
     }
 
-    /// Returns its properties for a result.
+    /// Returns the properties of the VMs for a result.
     pub fn facts(&self, cpus: u32, memory: u64) -> Facts {
         let accelerator = if self.accelerator.kvm { "kvm" } else { "tcg" };
         let facts: [(&str, Value); 11] = [

@@ -1,6 +1,6 @@
-//! The first answered ping of a VM. QEMU connects the guest's network card to a socket of this process, which is the only other
-//! station on that network: it sends echo requests and resolves its own address, in Ethernet frames. So nothing of this host's
-//! network is used, and a guest answers as it answers any ping.
+//! The first answered ping of a VM. QEMU connects the guest's network card to a socket of this process, the only other
+//! station on that network, which sends echo requests and resolves its own address in Ethernet frames. So the host's
+//! network is not involved, and the guest replies as to any ping.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -12,26 +12,26 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-/// Between two requests: the figure is at most this too large. Each costs some instructions of the host, which a boot on one
-/// processor would wait for.
+/// Interval between two requests: the figure is too large by at most this. Each request costs some instructions on the
+/// host, for which a boot on one processor would have to wait.
 pub const EVERY: Duration = Duration::from_millis(10);
-/// The guest's hardware address.
+/// Hardware address of the guest.
 pub const GUEST_MAC: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x56];
-/// The address that the guest's image gives to its network card.
+/// Address that the guest's image gives to its network card.
 const GUEST: [u8; 4] = [10, 0, 2, 15];
-/// Address of this station, the guest's gateway.
+/// Address of this station, which is the guest's gateway.
 const HERE: [u8; 4] = [10, 0, 2, 2];
 const HERE_MAC: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x55];
 /// Maximum length of a frame, bytes: the guest is not trusted.
 const MAX_FRAME: usize = 64 << 10;
 const ARP: [u8; 2] = [0x08, 0x06];
 const IPV4: [u8; 2] = [0x08, 0x00];
-/// Identifier of our requests.
+/// Identifier in our requests.
 const ID: [u8; 2] = [0x5e, 0xed];
 const ECHO_REQUEST: u8 = 8;
 const ECHO_REPLY: u8 = 0;
 
-/// What is known about the guest's answers.
+/// State of the guest's answers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Answer {
     /// QEMU has not connected.
@@ -39,11 +39,11 @@ pub enum Answer {
     NoCard,
     /// Requests are being sent.
     Asked,
-    /// The first answer came.
+    /// The first answer has come, at this time.
     At(Instant),
 }
 
-/// Pings a guest until it answers. Dropping it ends that.
+/// Pings a guest until it answers. Dropping it stops the pings.
 #[derive(Debug)]
 pub struct Pinger {
     path: PathBuf,
@@ -60,13 +60,14 @@ impl Pinger {
         let ends = Arc::new(AtomicBool::new(false));
         let thread = {
             let ends = ends.clone();
-            // It ends with its connection; without an answer there is no figure.
+            // The thread ends with its connection. Without an answer there is no figure.
             std::thread::spawn(move || drop(ping(&listener, &ends, &into)))
         };
         Ok(Self { path: path.to_owned(), ends, answer, thread: Some(thread) })
     }
 
-    /// Returns when the first answer came; `None` if it does not come within `limit`, or if QEMU has not connected by now.
+    /// Waits for the first answer and returns its time; `None` if it does not come within `limit`, or if QEMU has not
+    /// connected yet.
     pub async fn answered(&self, limit: Duration) -> Option<Instant> {
         let mut answer = self.answer.clone();
         if *answer.borrow() == Answer::NoCard {
@@ -83,7 +84,7 @@ impl Pinger {
 impl Drop for Pinger {
     fn drop(&mut self) {
         self.ends.store(true, Ordering::Release);
-        // It may still wait for QEMU.
+        // The thread may still wait for QEMU to connect.
         drop(UnixStream::connect(&self.path));
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -98,7 +99,7 @@ fn ping(listener: &UnixListener, ends: &AtomicBool, answer: &watch::Sender<Answe
         return Ok(());
     }
     answer.send_replace(Answer::Asked);
-    // A card that takes no frames yet must not stop this thread.
+    // A card that does not accept frames yet must not block this thread.
     card.set_write_timeout(Some(EVERY))?;
     let (mut frames, mut buffer, mut next) = (Frames::default(), vec![0; MAX_FRAME], Instant::now());
     let mut sequence: u16 = 0;
@@ -135,7 +136,7 @@ fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
-/// Sends a frame, behind its length. A frame for which the card has no room is dropped.
+/// Sends a frame, preceded by its length. Drops a frame for which the card has no space.
 fn send(card: &mut UnixStream, frame: &[u8]) -> io::Result<()> {
     let mut bytes = u32::try_from(frame.len()).unwrap_or_default().to_be_bytes().to_vec();
     bytes.extend_from_slice(frame);
@@ -149,14 +150,14 @@ fn send(card: &mut UnixStream, frame: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Frames in a stream of bytes.
+/// Splits a stream of bytes into frames.
 #[derive(Debug, Default)]
 struct Frames {
     rest: Vec<u8>,
 }
 
 impl Frames {
-    /// Adds bytes. Refuses a frame that is too long.
+    /// Adds bytes. Rejects a frame that is too long.
     fn add(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.rest.extend_from_slice(bytes);
         match self.length() {
@@ -169,7 +170,7 @@ impl Frames {
         Some(u32::from_be_bytes(*self.rest.first_chunk()?) as usize)
     }
 
-    /// Returns the next whole frame.
+    /// Returns the next complete frame.
     fn next(&mut self) -> Option<Vec<u8>> {
         let end = 4 + self.length()?.min(MAX_FRAME + 1);
         let frame = self.rest.get(4..end)?.to_vec();
@@ -199,7 +200,7 @@ fn echo_request(sequence: u16) -> Vec<u8> {
     ethernet(GUEST_MAC, IPV4, &packet)
 }
 
-/// Returns whether a frame is an answer to one of our requests.
+/// Returns whether a frame is the reply to one of our requests.
 fn is_answer(frame: &[u8]) -> bool {
     let Some(packet) = frame.strip_prefix(&HERE_MAC).and_then(|rest| rest.get(6..)) else { return false };
     let Some(packet) = packet.strip_prefix(&IPV4) else { return false };
@@ -212,7 +213,7 @@ fn is_answer(frame: &[u8]) -> bool {
         && echo.get(4..6) == Some(&ID)
 }
 
-/// Returns the reply to a request for this station's address.
+/// Returns the reply to an ARP request for this station's address.
 fn arp_reply(frame: &[u8]) -> Option<Vec<u8>> {
     let asked = frame.get(12..)?.strip_prefix(&ARP)?;
     // Ethernet, IPv4, lengths of both addresses; a request.
@@ -234,7 +235,7 @@ fn ethernet(to: [u8; 6], kind: [u8; 2], content: &[u8]) -> Vec<u8> {
     frame.extend(HERE_MAC);
     frame.extend(kind);
     frame.extend(content);
-    // The least that a card sends.
+    // The minimum length of a frame from a card.
     frame.resize(frame.len().max(60), 0);
     frame
 }
@@ -256,7 +257,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(20);
 
-    /// A guest's card: frames behind their lengths.
+    /// A guest's network card: frames preceded by their lengths.
     struct Card {
         stream: UnixStream,
         frames: Frames,
@@ -297,7 +298,7 @@ mod tests {
         frame
     }
 
-    /// Returns a guest's answer to a request.
+    /// Returns a guest's reply to a request.
     fn answer_to(request: &[u8]) -> Vec<u8> {
         let mut frame = request.to_vec();
         frame[..6].copy_from_slice(&HERE_MAC);
@@ -317,7 +318,7 @@ mod tests {
         let guest = std::thread::spawn(move || {
             let mut card = Card::connect(&path);
             let begun = Instant::now();
-            // The first three are lost: its interface has no address yet.
+            // The first three requests are lost: the guest's interface has no address yet.
             for _ in 0..3 {
                 card.receive();
             }
@@ -357,7 +358,7 @@ mod tests {
         let request = echo_request(7);
         let answer = answer_to(&request);
         assert!(is_answer(&answer) && !is_answer(&request));
-        // Another kind of frame, protocol, sender, recipient, message, identifier.
+        // Each byte in turn: kind of frame, protocol, sender, recipient, message and identifier.
         for at in [12, 23, 29, 33, 34, 38] {
             let mut other = answer.clone();
             other[at] ^= 1;

@@ -1,44 +1,44 @@
-//! Frames that the guest sends: kind, length of the content (4 bytes, big endian), content. `bench-helper guest` writes them.
+//! Frames from the guest: kind, length of the content (4 bytes, big endian), content. `bench-helper guest` writes them.
 
 use std::time::Instant;
 
 use crate::workload::log::Printed;
 
-/// Maximum content of a frame, bytes: the guest is not trusted.
+/// Maximum size of a frame's content, bytes: the guest is not trusted.
 const MAX_FRAME: usize = 64 << 10;
 /// Maximum output, bytes, on stdout and on stderr each, as for containers.
 const MAX_OUTPUT: usize = 8 << 20;
-/// Bytes before a frame's content.
+/// Number of bytes before a frame's content.
 const HEAD: usize = 5;
 
-/// Why the guest's bytes are refused.
+/// Why the guest's bytes are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PortError {
-    /// No such kind of frame.
+    /// The kind of a frame is unknown.
     #[error("it sent a frame of the unknown kind {0:#04x}")]
     Kind(u8),
     /// A frame is too long.
     #[error("it sent a frame of {0} bytes")]
     Length(usize),
-    /// An exit code that is no number.
+    /// The exit code has the wrong size.
     #[error("it sent an exit code of {0} bytes")]
     Code(usize),
-    /// Frames in a wrong order.
+    /// The order of the frames is wrong.
     #[error("it sent a frame before the first or after the last one")]
     Order,
-    /// Too much output.
+    /// The output is too large.
     #[error("it printed more than {} MiB", MAX_OUTPUT >> 20)]
     TooLong,
 }
 
-/// What the guest sent so far.
+/// What the guest has sent so far.
 #[derive(Debug, Clone, Default)]
 pub struct Output {
-    /// When its unit began.
+    /// When the guest's unit began.
     pub begun: Option<Instant>,
     /// When the first output came.
     pub first_byte: Option<Instant>,
-    /// Exit code, and when it came.
+    /// Exit code of the command, and when it came.
     pub exit: Option<(i32, Instant)>,
     stdout: Vec<u8>,
     stderr: Vec<u8>,

@@ -24,35 +24,35 @@ use crate::options::Resources;
 use crate::workload::group::Groups;
 use crate::workload::log::{Printed, plain};
 
-/// Kept bytes at the end of the console.
+/// Number of bytes kept from the end of the console.
 const CONSOLE: usize = 4096;
-/// Size of the disk with the command, bytes.
+/// Size of the disk that holds the command, bytes.
 const COMMAND_DISK: usize = 64 << 10;
-/// How long the removal of the control group may take.
+/// Timeout of the cgroup's removal.
 const REMOVAL: Duration = Duration::from_secs(5);
 
-/// A command to run in a VM of its own.
+/// A command that runs in its own VM.
 #[derive(Debug, Clone)]
 pub struct Task {
-    /// Name of the control group.
+    /// Name of the VM's cgroup.
     pub name: String,
     /// The command.
     pub command: Vec<String>,
-    /// Processors.
+    /// Number of processors.
     pub cpus: u32,
     /// Memory, bytes.
     pub memory: u64,
-    /// CPU quota of QEMU; without them it has no control group. Its memory limit is that of the VM and of QEMU itself.
+    /// CPU limits of QEMU; `None` for no cgroup. The memory limit of the cgroup covers the VM and QEMU itself.
     pub resources: Option<Resources>,
     /// Disks for the command.
     pub disks: Vec<Disk>,
-    /// A port that this host forwards to the command.
+    /// Port that this host forwards to the command.
     pub forward: Option<Forward>,
-    /// Whether it is pinged: it has no other network then.
+    /// Whether the VM is pinged. It then has no other network.
     pub ping: bool,
 }
 
-/// A VM. Dropping it kills QEMU.
+/// A running VM. Dropping it kills QEMU.
 #[derive(Debug)]
 pub struct RunningVm {
     /// When QEMU was spawned.
@@ -64,7 +64,7 @@ pub struct RunningVm {
     reader: Option<JoinHandle<()>>,
     groups: Option<Groups>,
     pinger: Option<Pinger>,
-    // Removed last.
+    // Must be removed last.
     _dir: tempfile::TempDir,
 }
 
@@ -98,7 +98,7 @@ impl Console {
 }
 
 impl Vm {
-    /// Starts a VM. The command runs later: see [`RunningVm::begun`].
+    /// Starts a VM. The command starts later: see [`RunningVm::begun`].
     pub fn start(&self, task: &Task) -> Result<RunningVm, VmError> {
         let host = |action| move |error: io::Error| VmError::Host { action, reason: error.to_string() };
         let dir = tempfile::Builder::new().prefix("sandboxer-vm-").tempdir();
@@ -130,10 +130,11 @@ impl Vm {
         let groups = groups.map_err(host("limit a VM"))?;
         let (ours, theirs) = UnixStream::pair().map_err(host("create the socket of a VM's port"))?;
         let (from_console, to_console) = io::pipe().map_err(host("create the pipe of a VM's console"))?;
-        // QEMU ends with the thread that spawned it, and that thread waits for its end: so QEMU also ends if this process is killed.
+        // The thread that spawns QEMU also waits for it, and QEMU dies with that thread: so QEMU also ends if this
+        // process is killed.
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]).arg(&self.program).args(machine.arguments());
-        // Ctrl-C is for this process, which then ends the VM.
+        // Ctrl-C must reach only this process, which then ends the VM.
         command.process_group(0).stdin(Stdio::from(OwnedFd::from(theirs)));
         command.stdout(to_console.try_clone().map_err(host("create the pipe of a VM's console"))?);
         command.stderr(to_console);
@@ -155,7 +156,7 @@ impl Vm {
     }
 }
 
-/// Writes the disk with a command.
+/// Writes the disk that holds the command.
 fn command_disk(path: PathBuf, command: &[String]) -> io::Result<PathBuf> {
     let mut text = format!("{}\n", json!({ "command": command })).into_bytes();
     if text.len() > COMMAND_DISK {
@@ -166,7 +167,7 @@ fn command_disk(path: PathBuf, command: &[String]) -> io::Result<PathBuf> {
     Ok(path)
 }
 
-/// Spawns QEMU, reads its console and waits for its end. Returns its status.
+/// Spawns QEMU, reads its console and waits for its end. Returns QEMU's exit status.
 fn supervise(
     mut command: Command,
     groups: &[PathBuf],
@@ -175,7 +176,7 @@ fn supervise(
     console: &Console,
 ) -> String {
     let spawned = command.spawn();
-    // Its copies of QEMU's ends would keep them open.
+    // Its copies of QEMU's pipe ends would keep them open.
     drop(command);
     let mut child = match spawned {
         Ok(child) => child,
@@ -186,7 +187,7 @@ fn supervise(
     };
     let ready = limited(&child, groups);
     if ready.is_err() {
-        // It may have ended by itself.
+        // QEMU may already have ended.
         let _ = child.kill();
     }
     let _ = started.send(ready);
@@ -194,7 +195,8 @@ fn supervise(
     child.wait().map_or_else(|error| error.to_string(), |status| status.to_string())
 }
 
-/// Moves a process that has just begun into the groups; its threads begin later. Returns its descriptor and its number.
+/// Moves a process that has just begun into the groups, before it starts threads. Returns its descriptor and process
+/// id.
 fn limited(child: &Child, groups: &[PathBuf]) -> io::Result<(OwnedFd, Pid)> {
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or_else(|| io::Error::other("its process has no number"))?;
@@ -204,7 +206,7 @@ fn limited(child: &Child, groups: &[PathBuf]) -> io::Result<(OwnedFd, Pid)> {
     Ok((pidfd_open(pid, PidfdFlags::empty())?, pid))
 }
 
-/// Reads the guest's frames until it sends garbage or QEMU ends, then waits for QEMU's end.
+/// Reads the guest's frames until the guest sends an invalid one or QEMU ends, then waits for QEMU's end.
 fn read(
     mut port: UnixStream,
     states: &watch::Sender<State>,
@@ -220,7 +222,7 @@ fn read(
                 (state.failed, refused) = (Some(error.into()), true);
             }
         });
-        // What it sends from now on stays in the socket.
+        // Later bytes stay in the socket.
         if refused {
             break;
         }
@@ -235,18 +237,18 @@ fn read(
 }
 
 impl RunningVm {
-    /// Waits until the guest's unit runs; returns how long that took.
+    /// Waits until the guest's unit runs; returns the time from the spawn of QEMU.
     pub async fn begun(&self, limit: Duration) -> Result<Duration, VmError> {
         self.seen(limit, |output| output.begun).await
     }
 
-    /// Waits for the command's first byte on stdout; returns how long that took, from the spawn of QEMU on.
+    /// Waits for the command's first byte on stdout; returns the time from the spawn of QEMU.
     pub async fn first_byte(&self, limit: Duration) -> Result<Duration, VmError> {
         self.seen(limit, |output| output.first_byte).await
     }
 
-    /// Waits for the first answered ping; returns how long it took, from the spawn of QEMU on. `None` without an answer, and if
-    /// QEMU has no card for it yet.
+    /// Waits for the first answered ping; returns the time from the spawn of QEMU. `None` without an answer, or if QEMU
+    /// has not connected its network card yet.
     pub async fn first_ping(&self, limit: Duration) -> Option<Duration> {
         let answered = self.pinger.as_ref()?.answered(limit).await?;
         Some(answered.saturating_duration_since(self.spawned))
@@ -268,12 +270,12 @@ impl RunningVm {
         }
     }
 
-    /// Returns QEMU's number.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Returns the command's exit code if it has ended.
+    /// Returns the command's exit code; `None` while it runs.
     pub fn ended(&self) -> Result<Option<i32>, VmError> {
         let state = self.state.borrow();
         match (state.output.exit, &state.failed) {
@@ -283,7 +285,7 @@ impl RunningVm {
         }
     }
 
-    /// Returns how long the command ran, s, if it has ended.
+    /// Returns the command's running time, s; `None` while it runs.
     pub fn ran_s(&self) -> Option<f64> {
         let state = self.state.borrow();
         let ((_, end), begun) = (state.output.exit?, state.output.begun?);
@@ -298,7 +300,7 @@ impl RunningVm {
 
 impl Drop for RunningVm {
     fn drop(&mut self) {
-        // It may have ended.
+        // QEMU may have ended.
         let _ = pidfd_send_signal(&self.vmm, Signal::KILL);
         if let Some(reader) = self.reader.take() {
             let _ = reader.join();

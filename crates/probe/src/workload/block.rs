@@ -1,5 +1,5 @@
-//! A block device for a tool: a loop device over a file without a name. Device and file end with their last user, so nothing of
-//! them is left, also when the probe is killed.
+//! A block device for a tool: a loop device over a nameless file. The kernel removes both with their last user, so
+//! nothing remains, even if the probe is killed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -10,18 +10,18 @@ use nix::errno::Errno;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// The kernel's list of loop devices.
+/// Control device of the kernel's loop devices.
 const CONTROL: &str = "/dev/loop-control";
 /// Attempts to get a free device: another program may take it first.
 const ATTEMPTS: usize = 16;
-/// The kernel's LO_FLAGS_AUTOCLEAR: the device ends with its last user.
+/// The kernel's LO_FLAGS_AUTOCLEAR: the last user's end removes the device.
 const AUTOCLEAR: u32 = 4;
 /// The kernel's LO_FLAGS_DIRECT_IO: requests bypass the host's cache of the file.
 const DIRECT_IO: u32 = 16;
-/// Bytes written at once.
+/// Number of bytes written at once.
 const CHUNK: usize = 1 << 20;
 
-/// `struct loop_info64` of linux/loop.h.
+/// `struct loop_info64` from linux/loop.h.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Info {
@@ -40,7 +40,7 @@ struct Info {
     init: [u64; 2],
 }
 
-/// `struct loop_config` of linux/loop.h.
+/// `struct loop_config` from linux/loop.h.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Config {
@@ -56,17 +56,18 @@ mod calls {
     nix::ioctl_write_ptr_bad!(configure, 0x4C0A, Config);
 }
 
-/// A loop device. Dropping it removes it once no pod has it.
+/// A loop device. Dropping it removes the device once no pod uses it.
 #[derive(Debug)]
 pub struct BlockDevice {
     node: PathBuf,
     direct: bool,
-    // Its last user but the pods.
+    // The only open descriptor besides the pods'.
     _open: File,
 }
 
 impl BlockDevice {
-    /// Makes a device of this size whose data are in a file in `parent`. All of it is written, so that reads do not end in holes.
+    /// Creates a device of this size whose data are in a file in `parent`. Writes the whole file, so that no read hits
+    /// a hole.
     pub fn make(parent: &Path, size: u64) -> io::Result<Self> {
         let file = filled(parent, size)?;
         let control = named(CONTROL, OpenOptions::new().read(true).write(true).open(CONTROL))?;
@@ -78,7 +79,7 @@ impl BlockDevice {
             let device = named(&node.display().to_string(), device)?;
             match attach(&device, &file, DIRECT_IO) {
                 Err(Errno::EBUSY) => {}
-                // The file's file system has no direct I/O.
+                // The file system does not support direct I/O.
                 Err(Errno::EINVAL) => match attach(&device, &file, 0) {
                     Err(Errno::EBUSY) => {}
                     attached => {
@@ -95,7 +96,7 @@ impl BlockDevice {
         Err(io::Error::other("no loop device stays free: other programs take each one first"))
     }
 
-    /// Returns its node on the host.
+    /// Returns the path of the device node on the host.
     pub fn node(&self) -> &Path {
         &self.node
     }
@@ -115,7 +116,7 @@ fn named<T>(path: &str, opened: io::Result<T>) -> io::Result<T> {
     })
 }
 
-/// Returns a file without a name, with data that no device can compress.
+/// Returns a nameless file with data that no device can compress.
 fn filled(parent: &Path, size: u64) -> io::Result<File> {
     let mut file = tempfile::tempfile_in(parent)?;
     let (mut random, mut chunk) = (SmallRng::seed_from_u64(0xb10c), vec![0; CHUNK]);
@@ -178,7 +179,7 @@ mod tests {
         let name = device.node().file_name().unwrap().to_owned();
         let size = || std::fs::read_to_string(Path::new("/sys/block").join(&name).join("size")).unwrap();
         assert_eq!(size().trim(), "16384");
-        // A pod's.
+        // Stands for a pod.
         let user = File::open(device.node()).unwrap();
         drop(device);
         assert_eq!(size().trim(), "16384");
@@ -219,7 +220,7 @@ mod tests {
         assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
     }
 
-    /// The child's part; without the variable it has nothing to do.
+    /// Runs in the child; does nothing without the variable.
     #[test]
     fn child() {
         let Some(parent) = std::env::var_os(CHILD) else { return };

@@ -1,4 +1,4 @@
-//! Two results of workloads side by side.
+//! Compares two results of workloads.
 
 use serde::Serialize;
 
@@ -9,39 +9,39 @@ use super::summary::{self, COMPARED_OF, Series};
 use crate::compare::{CompareError, Difference, SAME_HOST, SAME_POD, SAME_VMM, facts};
 use crate::ratio::Ratio;
 
-/// The comparison.
+/// Comparison of two results.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// Names of the two.
+    /// Names of the two results.
     pub of: [String; 2],
-    /// Differences that make the two incomparable.
+    /// Differences that make the two results incomparable.
     pub not_comparable: Vec<Difference>,
-    /// Other differences.
+    /// Other differences, which limit what every ratio shows.
     pub differences: Vec<Difference>,
-    /// Metrics that both have, the second over the first.
+    /// Metrics that both results have, the second over the first.
     pub rows: Vec<Row>,
 }
 
 /// A metric of a variant on a runtime.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Row {
-    /// Probe.
+    /// Name of the probe.
     pub probe: String,
-    /// Variant.
+    /// Name of the variant.
     pub case: String,
-    /// Handler.
+    /// Runtime handler.
     pub runtime: String,
-    /// Metric.
+    /// Name of the metric.
     pub metric: String,
-    /// Its direction.
+    /// Whether higher or lower values are better.
     pub better: Better,
-    /// Medians.
+    /// Median of each result; `None` without values.
     pub p50: [Option<f64>; 2],
     /// Ratio of the medians; `None` with fewer than four values on a side.
     pub ratio: Option<Ratio>,
 }
 
-/// Compares two results. They did not alternate: a difference may come from the host.
+/// Compares two results. They did not alternate, so a difference may come from the host.
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] {
@@ -88,7 +88,7 @@ fn profiles(of: [Profile; 2]) -> Option<Difference> {
         .then(|| Difference { what: "profile".into(), values: of.map(|profile| profile.to_string()) })
 }
 
-/// Returns the probes of both that have another definition in each, such as parameters of `quick` that were changed.
+/// Returns the probes whose definitions differ between the results, such as changed parameters of `quick`.
 fn probes([a, b]: [&Report; 2]) -> impl Iterator<Item = Difference> {
     let both = a.probes.iter().filter_map(|one| {
         let other = b.probes.iter().find(|other| other.name == one.name)?;

@@ -1,5 +1,5 @@
-//! Runs a pod with one container. The same calls for every runtime, and no exec: the output is the container's
-//! CRI log. A tool of the series native is a process instead, one of the series vm is in a VM of its own.
+//! Runs a pod with one container, with the same calls for every runtime and no exec: the output is the container's CRI
+//! log. A tool of the series native is a process instead, a tool of the series vm runs in its own VM.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -10,6 +10,7 @@ use super::definition::Image;
 use super::facts;
 use super::log::{self, Printed};
 use super::native::{NATIVE, Native, Process, host_address};
+use super::volume::POD_UID;
 use crate::attribution::PodIds;
 use crate::ledger;
 use crate::options::{ContainerOptions, Device, Mount, PodOptions, Resources};
@@ -19,33 +20,33 @@ use crate::vm::arguments::{Disk, Forward};
 use crate::vm::process::{RunningVm, Task};
 use crate::vm::{VM, Vm, VmError};
 
-/// Polling interval for a container's end: the tool measures its times itself.
+/// Polling interval for a container's end. The tool measures its own times.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// A pod to start.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
-    /// Its name; its log is named like it.
+    /// Name of the pod, and of its log.
     pub name: String,
-    /// Handler.
+    /// Runtime handler.
     pub handler: &'a str,
     /// Command of the container.
     pub command: Vec<String>,
-    /// Limits of pod and container; none for clients.
+    /// Limits of pod and container; `None` for clients.
     pub resources: Option<Resources>,
-    /// Volumes.
+    /// Volumes of the container.
     pub mounts: Vec<Mount>,
-    /// Block devices. A native tool has those of the host.
+    /// Block devices of the container. A native tool uses the host's.
     pub devices: Vec<Device>,
     /// Image with the tool.
     pub image: Image,
-    /// Processors of a VM.
+    /// Number of processors of a VM.
     pub cpus: u32,
     /// Memory of a VM, bytes.
     pub memory: u64,
     /// Disks of a VM, in place of volumes and devices.
     pub disks: Vec<Disk>,
-    /// The server's port, which is forwarded to a VM.
+    /// Port of the server, which is forwarded to a VM.
     pub port: Option<u16>,
 }
 
@@ -58,11 +59,11 @@ pub enum ContainerError {
     /// The timeout expired.
     #[error("{step} did not finish within {limit:?}; its last output: {said}")]
     Timeout {
-        /// The step.
+        /// Name of the step.
         step: &'static str,
-        /// The time-out.
+        /// The timeout that expired.
         limit: Duration,
-        /// Its last output.
+        /// Last output of the tool.
         said: String,
     },
     /// The measurement was interrupted.
@@ -71,14 +72,14 @@ pub enum ContainerError {
     /// The tool failed.
     #[error("the tool ended with exit code {code}{reason}; its last output: {said}")]
     Exit {
-        /// Its exit code.
+        /// Exit code of the tool.
         code: i32,
         /// The runtime's reason in parentheses, or empty.
         reason: String,
-        /// Its last output.
+        /// Last output of the tool.
         said: String,
     },
-    /// Its log cannot be read.
+    /// The container's log cannot be read.
     #[error("cannot read its log: {0}")]
     Log(std::io::Error),
     /// A server's pod has no address.
@@ -119,37 +120,37 @@ impl ContainerError {
 /// Starts pods and containers of a run.
 #[derive(Debug, Clone)]
 pub struct Starter {
-    /// The CRI runtime.
+    /// Client of the CRI runtime.
     pub runtime: Runtime,
     /// Common properties of all pods.
     pub recipe: Recipe,
     /// Image with compilers and checkers.
     pub build_image: String,
-    /// Log directory.
+    /// Directory of the containers' logs.
     pub logs: PathBuf,
-    /// Where tools of the series native run.
+    /// Environment for tools of the series native.
     pub native: Option<Native>,
-    /// How VMs of the series vm are run.
+    /// Configuration of the VMs of the series vm.
     pub vm: Option<Vm>,
-    /// Ends the measurement.
+    /// Token that ends the measurement.
     pub cancel: CancellationToken,
 }
 
-/// A tool that was started.
+/// A started tool.
 #[derive(Debug)]
 pub enum Started {
-    /// In a pod.
+    /// The tool runs in a pod.
     Pod {
-        /// The pod.
+        /// Id of the pod's sandbox.
         pod: String,
-        /// Its container.
+        /// Id of the container.
         container: String,
-        /// The container's log.
+        /// Path of the container's log.
         log: PathBuf,
     },
-    /// On the host.
+    /// The tool runs as a process of the host.
     Native(Process),
-    /// In a VM of this probe.
+    /// The tool runs in a VM of this probe.
     Vm(RunningVm),
 }
 
@@ -162,16 +163,16 @@ impl Starter {
         }
     }
 
-    /// Returns the ids by which the processes of a pod are found; `None` for a tool in no pod.
+    /// Returns the ids by which the processes of a pod are found; `None` for a tool outside pods.
     pub async fn ids(&self, started: &Started) -> Option<PodIds> {
         let Started::Pod { pod, container, .. } = started else { return None };
-        // Without its process's number the other ties are used.
+        // Without the pod's process id, the other ties are used.
         let state = self.runtime.pod(pod, true).await.ok();
         let pid = state.and_then(|state| ledger::told_pid(state.info.get("info")?));
         Some(PodIds { pod: pod.clone(), containers: vec![container.clone()], pid })
     }
 
-    /// Returns the running time of a tool that has ended, s, by the runtime's stamps; `None` if they are absent.
+    /// Returns the running time of a tool that has ended, s, by the runtime's timestamps; `None` if they are absent.
     pub async fn ran_s(&self, started: &Started) -> Option<f64> {
         match started {
             Started::Pod { container, .. } => {
@@ -194,7 +195,8 @@ impl Starter {
         }
         let pod = PodOptions {
             namespace: "sandboxer-workload".into(),
-            uid: format!("{}-{}", self.recipe.run, spec.name),
+            // A fixed uid: from it the runtime recognises the path of an emptyDir.
+            uid: POD_UID.into(),
             network: self.recipe.network,
             cgroup_parent: self.recipe.cgroup_parent.clone(),
             log_directory: Some(self.logs.clone()),
@@ -262,7 +264,7 @@ impl Starter {
         named.or_else(host_address).ok_or(ContainerError::NoHostAddress)
     }
 
-    /// Waits for a container's end and returns its output. Does not poll before `takes` is over, to not disturb
+    /// Waits for a container's end and returns its output. Does not poll before `takes` has passed, to avoid disturbing
     /// the measurement.
     pub async fn finish(
         &self,
@@ -293,7 +295,7 @@ impl Starter {
         }
     }
 
-    /// Returns a tool's exit code and the runtime's reason, if it has ended.
+    /// Returns a tool's exit code and the runtime's reason; `None` while it runs.
     async fn end_of(&self, started: &Started) -> Result<Option<(i32, String)>, ContainerError> {
         match started {
             Started::Pod { container, .. } => {
@@ -318,7 +320,7 @@ impl Starter {
         Err(ContainerError::Exit { code, reason, said: printed.last_words() })
     }
 
-    /// Returns a container's output so far; nothing if its log does not exist.
+    /// Returns a container's output so far; empty output if its log does not exist.
     pub fn printed(&self, started: &Started) -> Printed {
         started.output().unwrap_or_default()
     }
@@ -340,7 +342,7 @@ impl Starter {
         self.address(started).await
     }
 
-    /// Returns the first address of a container's pod, or this host's.
+    /// Returns the first address of a container's pod, or this host's address.
     async fn address(&self, started: &Started) -> Result<String, ContainerError> {
         match started {
             Started::Pod { pod, .. } => {

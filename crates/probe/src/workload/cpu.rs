@@ -1,8 +1,9 @@
-//! CPU time of one run by role: VMM, shim, daemon, the container's own processes, the CRI runtime, and the rest of the host.
+//! CPU time of one run by role: VMM, shim, daemon, the container's own processes, the CRI runtime, and the rest of the
+//! host.
 //!
-//! Two readings of `/proc`: when the tool has been started, and when it has ended, before its pod is removed. A process that
-//! ended in between is in the time of the parent that waited for it, so what a shim waited for is the container's. Soft
-//! interrupts belong to no process: they are only in the host's time.
+//! `/proc` is read twice: after the tool's start, and after its end before its pod is removed. The time of a process
+//! that ended in between counts for the parent that waited for it, so what a shim waited for counts as the container's.
+//! Soft interrupts belong to no process and appear only in the host's time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
@@ -15,7 +16,7 @@ use super::host::{self, CpuUse};
 use crate::attribution::{self, Found, Known, PodIds, Role};
 use crate::process::{self, Table};
 
-/// Whose time it is.
+/// The part of the host that CPU time belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Part {
@@ -29,13 +30,13 @@ pub enum Part {
     Pause,
     /// Other processes of the pod: virtiofsd, gofer, ….
     Helper,
-    /// The container's processes, where they are on the host, and the runtime's short commands for it.
+    /// The container's processes, where they run on the host, and the runtime's short commands for the container.
     Workload,
     /// VMs in the pool.
     Pool,
     /// The CRI runtime with its short commands.
     Cri,
-    /// The pod of the client.
+    /// The client's pod.
     Client,
     /// This probe.
     Probe,
@@ -44,7 +45,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// Every part, in the order of reports.
+    /// All parts, in the order of reports.
     pub const ALL: [Part; 11] = [
         Part::Vmm,
         Part::Shim,
@@ -59,7 +60,7 @@ impl Part {
         Part::Rest,
     ];
 
-    /// Returns the name in reports.
+    /// Returns the part's name in reports.
     pub const fn as_str(self) -> &'static str {
         match self {
             Part::Vmm => "vmm",
@@ -76,25 +77,25 @@ impl Part {
         }
     }
 
-    /// Returns whether it works for the pod under test, so that efficiency counts it.
+    /// Returns whether the part works for the pod under test, so that efficiency counts it.
     pub const fn is_pods(self) -> bool {
         matches!(self, Part::Vmm | Part::Shim | Part::Daemon | Part::Pause | Part::Helper | Part::Workload)
     }
 }
 
-/// CPU time, s. Guest time on KVM is in no other figure; that of emulated guests is `user_s`.
+/// CPU time, s. Guest time on KVM is only in `guest_s`; time of emulated guests is in `user_s`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Time {
-    /// In programs.
+    /// Time in programs, s.
     pub user_s: f64,
-    /// In the kernel.
+    /// Time in the kernel, s.
     pub system_s: f64,
-    /// In guests on KVM.
+    /// Time in guests on KVM, s.
     pub guest_s: f64,
 }
 
 impl Time {
-    /// Returns the sum.
+    /// Returns the sum of the three, s.
     pub fn total_s(self) -> f64 {
         self.user_s + self.system_s + self.guest_s
     }
@@ -109,28 +110,28 @@ impl Time {
 /// CPU time of a run by role.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RoleUse {
-    /// Between the two readings, s.
+    /// Time between the two readings, s.
     pub window_s: f64,
-    /// Running time of the tool, s, by the runtime's stamps of its container; `None` if they are absent.
+    /// Running time of the tool, s, by the runtime's timestamps of its container; `None` if they are absent.
     pub tool_s: Option<f64>,
-    /// Parts without time are absent.
+    /// CPU time of each part; parts without time are absent.
     pub parts: BTreeMap<Part, Time>,
 }
 
 impl RoleUse {
-    /// Returns the time of everything that worked for the pod under test, s.
+    /// Returns the CPU time of everything that worked for the pod under test, s.
     pub fn pods_s(&self) -> f64 {
         self.parts.iter().filter(|(part, _)| part.is_pods()).map(|(_, time)| time.total_s()).sum()
     }
 
-    /// Returns a rate per CPU: what is done in one second of CPU time. `None` if no time was seen.
+    /// Returns a rate per CPU: the work done in one second of CPU time. `None` if no time was seen.
     pub fn per_cpu_s(&self, rate: f64) -> Option<f64> {
         let cpus = self.pods_s() / self.tool_s.filter(|tool| *tool > 0.0)?;
         (cpus > 0.0).then(|| rate / cpus)
     }
 }
 
-/// Clock ticks of a process: its own, and those of the children that it waited for.
+/// Clock ticks of a process: its own, and those of the children it waited for.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Ticks {
     own: [u64; 3],
@@ -165,7 +166,7 @@ fn time([user, system, guest]: [u64; 3]) -> Time {
 pub struct Reading {
     at: Instant,
     host: Option<CpuTime>,
-    /// By pid: its start and its ticks.
+    /// Start and ticks of each process, by pid.
     processes: BTreeMap<i32, (u64, Ticks)>,
 }
 
@@ -180,7 +181,7 @@ impl Reading {
         Self { at: Instant::now(), host: KernelStats::current().ok().map(|stats| stats.total), processes }
     }
 
-    /// Returns the ticks of each process since `before`; all of those that began later.
+    /// Returns the ticks of each process since `before`; all its ticks if it began later.
     fn since(&self, before: &Self) -> BTreeMap<i32, Ticks> {
         let spent = |(pid, (started, ticks)): (&i32, &(u64, Ticks))| {
             let same = before.processes.get(pid).filter(|(of, _)| of == started);
@@ -193,17 +194,17 @@ impl Reading {
 /// The pods of a run.
 #[derive(Debug, Clone, Default)]
 pub struct Pods {
-    /// The pod under test; `None` for a native tool, and for one in a VM of this probe.
+    /// Pod under test; `None` for a tool outside pods: native, or in a VM of this probe.
     pub tested: Option<PodIds>,
-    /// The client's.
+    /// Pod of the client.
     pub client: Option<PodIds>,
-    /// The CRI runtime's process.
+    /// Process id of the CRI runtime.
     pub cri: Option<i32>,
-    /// Whether the tool is in a VM of this probe: it is in no pod.
+    /// Whether the tool runs in a VM of this probe, outside pods.
     pub in_vm: bool,
 }
 
-/// Returns the time since `before` by role. Reads all of `/proc`, which takes some milliseconds.
+/// Returns the CPU time since `before` by role. Reads all of `/proc`, which takes some milliseconds.
 pub fn since(before: &Reading, pods: &Pods, tool_s: Option<f64>) -> procfs::ProcResult<RoleUse> {
     let after = Reading::now();
     let table = process::table()?;
@@ -232,7 +233,7 @@ fn split(
     let mut parts: BTreeMap<Part, Time> = BTreeMap::new();
     for (pid, ticks) in spent {
         let (own, children) = if *pid == me {
-            // Its only children are native tools and VMs.
+            // The probe's only children are native tools and VMs.
             (Part::Probe, if pods.tested.is_none() { mine } else { Part::Probe })
         } else if native.contains(pid) {
             (mine, mine)
@@ -248,14 +249,14 @@ fn split(
     parts
 }
 
-/// Returns the part of a process; `None` for one of the rest.
+/// Returns the part that a process belongs to; `None` if it belongs to the rest.
 fn part(found: &Found, pods: &Pods) -> Option<Part> {
     let is = |of: &Option<PodIds>| of.as_ref().is_some_and(|of| found.pod.as_ref() == Some(&of.pod));
     if is(&pods.client) {
         return Some(Part::Client);
     }
     match found.role {
-        // Of no pod: it may also serve others meanwhile.
+        // A process of no pod may also serve other pods meanwhile.
         Role::Daemon => Some(Part::Daemon),
         Role::Pool => Some(Part::Pool),
         _ if !is(&pods.tested) => None,
@@ -284,7 +285,7 @@ fn descendants(table: &Table, of: i32) -> BTreeSet<i32> {
     }
 }
 
-/// Returns the host's time without that of the parts. Ticks are coarse, so it is at least 0.
+/// Returns the host's time without the parts' time. Ticks are coarse, so the result is at least 0.
 fn rest(host: &CpuUse, parts: &BTreeMap<Part, Time>) -> Time {
     let sum = |of: fn(&Time) -> f64| parts.values().map(of).sum::<f64>();
     Time {
@@ -315,7 +316,7 @@ mod tests {
         Some(PodIds { pod: id.into(), containers: vec![format!("container-of-{id}")], pid: None })
     }
 
-    /// Own and children's user time of 1 s each, times the factor.
+    /// Returns `seconds` s of own user time, and ten times as much of the children's.
     fn busy(seconds: u64) -> Ticks {
         let ticks = seconds * procfs::ticks_per_second();
         Ticks { own: [ticks, 0, 0], children: [10 * ticks, 0, 0] }
@@ -398,7 +399,7 @@ mod tests {
                 .collect(),
         };
         let spent = reading(&[(1, 1, 5), (2, 9, 7)]).since(&reading(&[(1, 1, 4), (2, 2, 6)]));
-        // The second pid is another process now.
+        // The second pid belongs to a different process now.
         assert_eq!((spent[&1], spent[&2]), (busy(1), busy(7)));
     }
 
@@ -416,7 +417,7 @@ mod tests {
     #[test]
     fn this_test_is_seen_at_work() {
         let before = Reading::now();
-        // By this thread's own clock: the host may be busy.
+        // Measured by this thread's own clock: the host may be busy.
         let spun = || {
             let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
             now.tv_sec * 1_000 + now.tv_nsec / 1_000_000

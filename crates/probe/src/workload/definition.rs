@@ -1,4 +1,4 @@
-//! The probes: which tool, from which study, with which parameters. They are defined in `data/probes.toml`.
+//! The probes, defined in `data/probes.toml`: tool, study and parameters.
 
 use std::collections::BTreeMap;
 
@@ -9,19 +9,19 @@ use super::volume::Storage;
 
 const DATA: &str = include_str!("../../data/probes.toml");
 
-/// Duration and parameters.
+/// Duration and parameters of the probes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Profile {
-    /// Scaled down: for a quick look, and to test that everything runs.
+    /// Scaled down, for a quick look and to test that everything runs.
     #[default]
     Quick,
-    /// The study's own parameters.
+    /// Parameters of the studies.
     Paper,
 }
 
 impl Profile {
-    /// Returns its name, as the command line and results have it.
+    /// Returns the profile's name on the command line and in results.
     pub const fn as_str(self) -> &'static str {
         match self {
             Profile::Quick => "quick",
@@ -51,9 +51,9 @@ impl std::str::FromStr for Profile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// A rate.
+    /// Higher values are better, as for a rate.
     Higher,
-    /// A time, or a loss.
+    /// Lower values are better, as for a time or a loss.
     Lower,
 }
 
@@ -71,16 +71,16 @@ impl Better {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Metric {
-    /// Its name; ends with the unit.
+    /// Name of the metric, which ends with the unit.
     pub name: String,
-    /// Its unit; empty for a number of things.
+    /// Unit of the metric; empty for a count.
     pub unit: String,
-    /// Its direction.
+    /// Whether higher or lower values are better.
     pub better: Better,
 }
 
 impl Metric {
-    /// Returns whether it is something per second.
+    /// Returns whether the metric is a rate per second.
     pub fn is_rate(&self) -> bool {
         self.unit.ends_with("/s")
     }
@@ -90,15 +90,15 @@ impl Metric {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Image {
-    /// Most tools.
+    /// The image with most tools.
     #[default]
     BenchSmall,
-    /// Compilers and checkers.
+    /// The image with compilers and checkers.
     BenchBuild,
 }
 
 impl Image {
-    /// Returns whether it is the image of most tools.
+    /// Returns whether this is the image with most tools.
     pub fn is_small(&self) -> bool {
         *self == Image::BenchSmall
     }
@@ -110,22 +110,22 @@ pub type Values = BTreeMap<String, String>;
 /// The parameters of a profile.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Parameters {
-    /// How long the tool runs, s.
+    /// Running time of the tool, s.
     pub takes: f64,
-    /// Placeholders.
+    /// Values of the placeholders in the command.
     #[serde(flatten)]
     pub values: Values,
 }
 
-/// One variant of a probe: a row of its own in every table.
+/// A variant of a probe, which has its own row in every table.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Case {
-    /// Its name; empty where a probe has no variants.
+    /// Name of the variant; empty if the probe has no variants.
     pub name: String,
-    /// The only profile that has it; both with `None`.
+    /// The only profile that has the variant; `None` if both have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub only: Option<Profile>,
-    /// Placeholders.
+    /// Values of the placeholders in the command.
     #[serde(flatten)]
     pub values: Values,
 }
@@ -134,37 +134,38 @@ pub struct Case {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Probe {
-    /// Its name on the command line.
+    /// Name of the probe on the command line.
     pub name: String,
-    /// What it measures, in a few words.
+    /// What the probe measures, in a few words.
     pub what: String,
-    /// Its study.
+    /// Study that the probe follows.
     pub study: String,
     /// The tool and its version.
     pub tool: String,
-    /// The image that has it.
+    /// Image with the tool.
     #[serde(default, skip_serializing_if = "Image::is_small")]
     pub image: Image,
     /// The tool's output format.
     pub output: Format,
     /// The tool's command line.
     pub command: Vec<String>,
-    /// Command line of a server, which then runs in the pod under test; the tool runs in a pod of the clients' runtime.
+    /// Command line of a server that runs in the pod under test; empty without a server. The tool then runs in a pod of
+    /// the clients' runtime.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub server: Vec<String>,
-    /// The port at which the server answers.
+    /// Port on which the server listens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
     /// Storage of the server's files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server_storage: Option<Storage>,
-    /// Its metrics; the first one is the main figure.
+    /// Metrics of the probe. The first one is the main figure.
     pub metrics: Vec<Metric>,
-    /// Scaled down.
+    /// Parameters of the profile quick.
     pub quick: Parameters,
-    /// Parameters of the study.
+    /// Parameters of the profile paper.
     pub paper: Parameters,
-    /// Variants.
+    /// Variants of the probe.
     #[serde(default = "one_case")]
     pub cases: Vec<Case>,
 }
@@ -182,17 +183,17 @@ impl Probe {
         }
     }
 
-    /// Returns the variants that a profile has.
+    /// Returns the variants of a profile.
     pub fn cases(&self, profile: Profile) -> impl Iterator<Item = &Case> {
         self.cases.iter().filter(move |case| case.only.is_none_or(|only| only == profile))
     }
 
-    /// Returns a metric by its name.
+    /// Returns the metric named `name`.
     pub fn metric(&self, name: &str) -> Option<&Metric> {
         self.metrics.iter().find(|metric| metric.name == name)
     }
 
-    /// Returns how long one run of each variant takes, s, without the pods' own time.
+    /// Returns the running time of one run of each variant, s, without the pods' own time.
     pub fn takes(&self, profile: Profile) -> f64 {
         self.parameters(profile).takes * self.cases(profile).count() as f64
     }
@@ -244,7 +245,7 @@ mod tests {
         for probe in all() {
             let printed = probe.output.parse(probe.output.example()).unwrap();
             for metric in &probe.metrics {
-                // The helper's figures differ by what it measures: its own tests name them.
+                // The helper's figures depend on what it measures; its own tests name them.
                 let known = probe.output == Format::Helper || printed.contains_key(&metric.name);
                 assert!(known, "{} prints no {}: {printed:?}", probe.tool, metric.name);
             }

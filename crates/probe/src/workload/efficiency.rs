@@ -1,4 +1,4 @@
-//! CPU time of each variant on each runtime by role, and what was done for it: per second of CPU time, and per W.
+//! CPU time of each variant on each runtime by role, and the work done per second of CPU time and per W.
 
 use std::collections::BTreeMap;
 
@@ -13,27 +13,27 @@ use crate::summary::median;
 /// One variant on one runtime: medians over the counted runs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cost {
-    /// Probe.
+    /// Name of the probe.
     pub probe: String,
-    /// Variant; empty where there is none.
+    /// Name of the variant; empty if there is none.
     pub case: String,
-    /// Series.
+    /// Name of the series.
     pub runtime: String,
-    /// Runs with CPU time.
+    /// Number of runs with CPU time.
     pub n: usize,
-    /// CPU time by role, s. A role is 0 in a run in which it has none.
+    /// CPU time by role, s. A role counts 0 in a run without it.
     pub parts: BTreeMap<Part, Time>,
     /// CPU time of everything that worked for the pod under test, s.
     pub pod_cpu_s: f64,
-    /// The main figure per second of that, if it is a rate: for "events/s", events.
+    /// Main figure per second of `pod_cpu_s`, if it is a rate: for "events/s", events.
     pub per_cpu_s: Option<f64>,
-    /// Power of the host, W, if there is a meter.
+    /// Power of the host, W; `None` without a meter.
     pub watts: Option<f64>,
-    /// The main figure per W, if it is a rate: for "events/s", events per J.
+    /// Main figure per W, if it is a rate: for "events/s", events per J.
     pub per_watt: Option<f64>,
 }
 
-/// Returns the costs of every variant on every runtime that have at least one run with CPU time.
+/// Returns the costs of every variant on every runtime with at least one run that has CPU time.
 pub fn costs(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Run]) -> Vec<Cost> {
     let mut all = Vec::new();
     for probe in probes {
@@ -91,7 +91,7 @@ fn cost(probe: &Probe, case: &str, runtime: &str, runs: &[&Run]) -> Option<Cost>
     })
 }
 
-/// Returns the roles of a result, as "vmm 1.20, rest 0.31": CPU seconds, those below 5 ms left out.
+/// Returns the CPU seconds by role as text, such as "vmm 1.20, rest 0.31"; omits roles below 5 ms.
 pub fn shown(parts: &BTreeMap<Part, Time>) -> String {
     let large = parts.iter().filter(|(_, time)| time.total_s() >= 0.005);
     let one = |(part, time): (&Part, &Time)| format!("{} {:.2}", part.as_str(), time.total_s());

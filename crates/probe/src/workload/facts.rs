@@ -1,24 +1,24 @@
-//! Resources of a container, read from inside; and whether those of two runtimes are equal.
+//! Resources of a container, read from inside, and whether those of two containers are equal.
 
 use serde::{Deserialize, Serialize};
 
 /// Accepted relative difference of memory: a guest kernel reserves some of its VM's memory.
 const MEMORY_TOLERANCE: f64 = 0.2;
-/// Accepted relative difference of quotas, for rounding.
+/// Accepted relative difference of quotas, due to rounding.
 const CPU_TOLERANCE: f64 = 0.01;
 
 /// Processors and memory of a container, as `bench-helper` prints them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
-    /// Processors that its processes may run on.
+    /// Number of processors on which the container's processes may run.
     pub cpus: u32,
-    /// CPU time per second of time, by its quota; `None` where there is none.
+    /// CPU time per second by the container's quota; `None` without a quota.
     pub quota_cpus: Option<f64>,
-    /// Limit of its memory, bytes; `None` where there is none.
+    /// Memory limit of the container, bytes; `None` without a limit.
     pub memory_limit: Option<u64>,
-    /// Memory of the kernel that it runs on, bytes.
+    /// Memory of the kernel on which the container runs, bytes.
     pub memory_total: Option<u64>,
-    /// Release of the kernel that it runs on.
+    /// Release of the kernel on which the container runs.
     pub kernel: Option<String>,
 }
 
@@ -28,18 +28,18 @@ struct Line {
 }
 
 impl Facts {
-    /// Returns the facts in a container's stderr, from the first such line.
+    /// Returns the facts in a container's stderr, from the first line that has them.
     pub fn find(stderr: &str) -> Option<Self> {
         let mut lines = stderr.lines().filter(|line| line.starts_with("{\"bench_facts\""));
         serde_json::from_str::<Line>(lines.next()?).ok().map(|line| line.bench_facts)
     }
 
-    /// Returns the effective CPUs: the smaller one of the processors and the quota.
+    /// Returns the effective number of CPUs: the smaller of the processors and the quota.
     pub fn effective_cpus(&self) -> f64 {
         f64::from(self.cpus).min(self.quota_cpus.unwrap_or(f64::INFINITY))
     }
 
-    /// Returns the memory that can be used, bytes: the smaller one of the limit and the kernel's.
+    /// Returns the usable memory, bytes: the smaller of the limit and the kernel's memory.
     pub fn effective_memory(&self) -> Option<u64> {
         self.memory_limit.into_iter().chain(self.memory_total).min()
     }
@@ -59,7 +59,7 @@ impl Facts {
     }
 }
 
-/// Returns whether a server's stderr reports that it listens.
+/// Returns whether a server's stderr reports that the server listens.
 pub fn listens(stderr: &str) -> bool {
     stderr.lines().any(|line| line.starts_with("{\"bench_listening\":"))
 }
@@ -70,7 +70,7 @@ fn apart(a: f64, b: f64) -> f64 {
     if larger > 0.0 { (a - b).abs() / larger } else { 0.0 }
 }
 
-/// Returns how many threads a tool runs: the smallest number of effective CPUs, at least one.
+/// Returns the number of threads that a tool runs: the smallest number of effective CPUs, at least one.
 pub fn threads<'a>(sides: impl IntoIterator<Item = &'a Facts>) -> u32 {
     let smallest = sides.into_iter().map(Facts::effective_cpus).fold(f64::INFINITY, f64::min);
     if smallest.is_finite() { (smallest as u32).max(1) } else { 1 }

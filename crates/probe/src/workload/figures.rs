@@ -11,7 +11,7 @@ use crate::plot::intervals::{Bar, Group, intervals};
 use crate::score::published;
 use crate::store::file_name;
 
-/// Minimum sizes of a curve; fewer are bars.
+/// Minimum number of sizes in a curve; fewer are drawn as bars.
 const SWEEP_OF: usize = 3;
 
 /// Returns the plots of a probe that has figures.
@@ -33,7 +33,7 @@ struct Sweep<'a> {
     cases: Vec<(f64, &'a str)>,
 }
 
-/// Returns the sweeps among variants, and the variants that are in none.
+/// Returns the sweeps among variants, and the variants that belong to none.
 fn sweeps<'a>(names: &[&'a str]) -> (Vec<Sweep<'a>>, Vec<&'a str>) {
     let mut all: Vec<Sweep<'a>> = Vec::new();
     for &name in names {
@@ -49,7 +49,7 @@ fn sweeps<'a>(names: &[&'a str]) -> (Vec<Sweep<'a>>, Vec<&'a str>) {
     (all, rest)
 }
 
-/// Returns the number in a name with exactly one, and the name's other parts: "randread-4k" has 4096 and "randread".
+/// Returns the number in a name with exactly one, and the rest of the name: "randread-4k" has 4096 and "randread".
 fn numbered(name: &str) -> Option<(String, f64)> {
     let number = |part: &str| {
         let (digits, factor) = match part.as_bytes().last()? {
@@ -190,7 +190,8 @@ fn latencies(result: &Loaded, probe: &Probe, cases: &[&str], palette: &Palette) 
         .collect()
 }
 
-/// Returns what a metric is a percentile of, and which: "set_p99_ms" is 0.99 of "set", "p99_9_us" is 0.999 of "".
+/// Returns the metric of which this is a percentile, and the percentile: "set_p99_ms" is 0.99 of "set", "p99_9_us" is
+/// 0.999 of "".
 fn percentile(name: &str) -> Option<(String, f64)> {
     let (name, _unit) = name.rsplit_once('_')?;
     let (what, digits) = name.rsplit_once("_p").or_else(|| Some(("", name.strip_prefix('p')?)))?;
@@ -203,7 +204,7 @@ fn title(probe: &Probe, metric: &Metric) -> String {
     format!("{}: {}{unit}", probe.name, metric.name)
 }
 
-/// Returns a runtime's name beside its figures, which says if its guests were emulated.
+/// Returns the label of a runtime's figures, which states whether its guests were emulated.
 fn label(result: &Loaded, runtime: &str) -> String {
     if result.report.manifest.is_emulated(runtime) {
         format!("{runtime} (emulated)")

@@ -1,4 +1,4 @@
-//! A control group of one native tool, of cgroup v2, or of the controllers cpu and memory of v1.
+//! A cgroup for one native tool: of cgroup v2, or of v1's controllers cpu and memory.
 
 use std::fs;
 use std::io;
@@ -12,14 +12,14 @@ use crate::options::Resources;
 /// Pause before the next attempt to remove a group: its processes end asynchronously.
 const AGAIN: Duration = Duration::from_millis(20);
 
-/// The groups of one tool.
+/// Cgroups of one tool.
 #[derive(Debug)]
 pub struct Groups {
     paths: Vec<PathBuf>,
 }
 
 impl Groups {
-    /// Makes groups below the file system of control groups `root`, with these limits.
+    /// Creates groups with these limits below `root`, the cgroup file system.
     pub fn make(root: &Path, name: &str, limits: Resources) -> io::Result<Self> {
         let v2 = root.join("cgroup.controllers").exists();
         let paths = if v2 {
@@ -47,7 +47,7 @@ impl Groups {
         Ok(made)
     }
 
-    /// Returns the directories.
+    /// Returns the directories of the groups.
     pub fn paths(&self) -> &[PathBuf] {
         &self.paths
     }
@@ -57,7 +57,7 @@ impl Groups {
         fs::write(&path, value).map_err(|error| named(error, "write", &path))
     }
 
-    /// Kills all processes in the groups and removes them; leaves what is still there after `limit`.
+    /// Kills all processes in the groups and removes the groups; leaves what remains after `limit`.
     #[expect(
         clippy::disallowed_methods,
         reason = "a group has no event for the end of its last process with cgroup v1"
@@ -85,7 +85,7 @@ impl Drop for Groups {
 fn kill_all(group: &Path) {
     let listed = fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
     for pid in listed.lines().filter_map(|line| Pid::from_raw(line.parse().ok()?)) {
-        // It may have ended since it was listed.
+        // The process may have ended since it was listed.
         let _ = kill_process(pid, Signal::KILL);
     }
 }

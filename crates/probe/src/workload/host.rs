@@ -6,23 +6,24 @@ use std::path::Path;
 use procfs::{CpuTime, CurrentSI, KernelStats};
 use serde::{Deserialize, Serialize};
 
-/// Where the kernel has the processors.
+/// Directory of the processors in sysfs.
 const PROCESSORS: &str = "/sys/devices/system/cpu";
 
-/// CPU time of all processors between two readings, s. Time of guests is in no other figure; guests without KVM are `user_s`.
+/// CPU time of all processors between two readings, s. Guest time is only in `guest_s`; time of guests without KVM is
+/// in `user_s`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CpuUse {
-    /// In programs.
+    /// Time in programs, s.
     pub user_s: f64,
-    /// In the kernel.
+    /// Time in the kernel, s.
     pub system_s: f64,
-    /// In interrupts and soft interrupts.
+    /// Time in interrupts and soft interrupts, s.
     pub softirq_s: f64,
-    /// In guests on KVM.
+    /// Time in guests on KVM, s.
     pub guest_s: Option<f64>,
-    /// Stolen by the host's hypervisor.
+    /// Time stolen by the host's hypervisor, s.
     pub steal_s: Option<f64>,
-    /// Idle.
+    /// Idle time, s.
     pub idle_s: f64,
 }
 
@@ -31,16 +32,16 @@ pub struct CpuUse {
 pub struct HostUse {
     /// CPU time of all programs on the host.
     pub cpu: Option<CpuUse>,
-    /// Mean frequency of its processors before, MHz.
+    /// Mean frequency of the processors before the run, MHz.
     pub mhz_before: Option<f64>,
-    /// The same after.
+    /// Mean frequency of the processors after the run, MHz.
     pub mhz_after: Option<f64>,
-    /// Dirty pages before, KiB.
+    /// Dirty pages before the run, KiB.
     #[serde(default)]
     pub dirty_before_kib: Option<u64>,
-    /// The same at the end: writes that are not on the disk yet.
+    /// Dirty pages after the run, KiB: writes that are not on the disk yet.
     pub dirty_kib: Option<u64>,
-    /// How often processors were throttled because of their heat.
+    /// Number of times that processors were throttled because of heat.
     #[serde(default)]
     pub throttled: Option<u64>,
     /// Governor of the first processor's clock.
@@ -69,7 +70,7 @@ impl Look {
         }
     }
 
-    /// Returns the difference since then.
+    /// Returns the host's use since this reading.
     pub fn since(&self) -> HostUse {
         let now = Self::now();
         HostUse {
@@ -103,7 +104,7 @@ pub fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
     }
 }
 
-/// Returns the sum of the processors' counts of throttling; `None` if the kernel has none.
+/// Returns the sum of the processors' throttle counts; `None` if the kernel has none.
 fn throttled(processors: &Path) -> Option<u64> {
     let counts = fs::read_dir(processors).ok()?.flatten().filter_map(|processor| {
         let path = processor.path().join("thermal_throttle/core_throttle_count");

@@ -1,4 +1,4 @@
-//! Rounds of one plan that were measured in several parts, as one result.
+//! Joins rounds of one plan that were measured in several parts.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use super::store::Loaded;
 use crate::compare::{SAME_HOST, SAME_POD, SAME_VMM, facts};
 use crate::merge::MergeError;
 
-/// Joins parts of one measurement: the same runtimes in the same order, with the same probes, on the same kind of host and VMM. In each
-/// part the runtimes alternate.
+/// Joins parts of one measurement: the same runtimes in the same order, with the same probes, on the same kind of host
+/// and VMM. The runtimes alternate within each part.
 pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Run>), MergeError> {
     let (first, others) = parts.split_first().ok_or(MergeError::None)?;
     for other in others {
@@ -30,7 +30,7 @@ pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Run>), MergeError> {
     Ok((report, runs))
 }
 
-/// Returns the first difference that makes two results no parts of one.
+/// Returns the first difference that shows two results not to be parts of one measurement.
 fn difference(a: &Loaded, b: &Loaded) -> Option<String> {
     let (of_a, of_b) = (&a.report, &b.report);
     if let Some(why) = [of_a, of_b].iter().find_map(|of| of.partial_reason.as_deref()) {
@@ -56,7 +56,7 @@ fn difference(a: &Loaded, b: &Loaded) -> Option<String> {
     other.first().map(|of| format!("{}: {} and {}", of.what, of.values[0], of.values[1]))
 }
 
-/// Returns all runs; rounds continue those of earlier parts.
+/// Returns all runs, with rounds that continue those of earlier parts.
 fn renumbered(parts: &[Loaded]) -> Vec<Run> {
     let mut before: BTreeMap<bool, u32> = BTreeMap::new();
     let mut all = Vec::new();
@@ -71,7 +71,7 @@ fn renumbered(parts: &[Loaded]) -> Vec<Run> {
     all
 }
 
-/// Returns the notes of the parts that do not come from their figures, each once.
+/// Returns the notes of the parts that were not derived from figures, each once.
 fn given_notes(parts: &[Loaded]) -> Vec<String> {
     let mut notes: Vec<String> = Vec::new();
     for part in parts {

@@ -1,28 +1,28 @@
-//! A container's output from its CRI log: `TIME STREAM TAG TEXT`, tag P for a part of a line, F for its end.
+//! A container's output from its CRI log: `TIME STREAM TAG TEXT`. Tag P marks a part of a line, F its end.
 
 use std::io::{self, Read};
 use std::path::Path;
 
 /// Maximum size of a log, bytes: guests are not trusted.
 const LONGEST: u64 = 8 << 20;
-/// Maximum characters of output in an error.
+/// Maximum number of characters of output in an error.
 const SHOWN: usize = 300;
 
 /// Output of a container.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Printed {
-    /// On stdout.
+    /// Text that was written to stdout.
     pub stdout: String,
-    /// On stderr.
+    /// Text that was written to stderr.
     pub stderr: String,
 }
 
-/// Reads a log. One that is too long is an error: figures from a part of it would be wrong.
+/// Reads a log. Returns an error if it is too long, because figures from a part of it would be wrong.
 pub fn read(path: &Path) -> io::Result<Printed> {
     Ok(Printed::parse(&bounded(path)?))
 }
 
-/// Reads a file of output, which is bounded as a log is.
+/// Reads a file of output, with the same maximum size as a log.
 pub fn bounded(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(LONGEST + 1).read_to_end(&mut bytes)?;
@@ -57,7 +57,7 @@ impl Printed {
         printed
     }
 
-    /// Returns the last line of output for an error: of stderr, else of stdout.
+    /// Returns the last line of output for an error: from stderr, or else from stdout.
     pub fn last_words(&self) -> String {
         let last = |text: &str| {
             text.lines()

@@ -20,7 +20,7 @@ use crate::runtime::RuntimeError;
 use crate::startup::{PlanError, check_handlers};
 use crate::vm::{VM, Vm};
 
-/// Why there is no result. A measurement that ends early has a result with the reason instead.
+/// Why there is no result. A measurement that ends early returns a result with the reason instead.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkloadError {
     /// The plan names something that does not exist.
@@ -29,7 +29,7 @@ pub enum WorkloadError {
     /// The image with the tools is not on the node.
     #[error("image {0} is not on the node: build and load it with `make bench-image`")]
     NoImage(String),
-    /// Servers cannot be reached.
+    /// A probe has a server, which clients cannot reach without the pod network.
     #[error("probe {0} has server and clients in separate pods: it needs the pod network")]
     HostNetwork(String),
     /// The series native has no image.
@@ -37,7 +37,7 @@ pub enum WorkloadError {
         "series native needs the unpacked image: make one with `make bench-native` and name it with --native-root"
     )]
     NoNative,
-    /// A directory is no unpacked image.
+    /// The directory is not an unpacked image.
     #[error("{0} is not an unpacked image with bench-helper in it: make one with `make bench-native`")]
     NativeRoot(std::path::PathBuf),
     /// No container reported its resources.
@@ -57,7 +57,7 @@ impl From<RuntimeError> for WorkloadError {
     }
 }
 
-/// Checks that handlers and image exist. Starts nothing.
+/// Checks that the handlers and the image exist. Starts nothing.
 pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
     if plan.runtimes.is_empty() {
         return Err(PlanError::Empty("name at least one runtime handler").into());
@@ -89,7 +89,7 @@ pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
     }
 }
 
-/// Measures. Writes each run at once, and the result at the end, also of a partial measurement.
+/// Measures. Writes each run at once, and the result at the end, even of a partial measurement.
 pub async fn measure(
     bench: &Bench,
     plan: &Plan,
@@ -150,7 +150,7 @@ pub async fn measure(
     Ok((report, runner.runs))
 }
 
-/// Returns the images of the plan's probes that are not on the node. That of most tools is: it was checked.
+/// Returns the images of the plan's probes that are not on the node. The image of most tools has already been checked.
 async fn missing(bench: &Bench, plan: &Plan, starter: &Starter) -> Result<Vec<Image>, WorkloadError> {
     let build =
         plan.probes.iter().any(|probe| probe.image == Image::BenchBuild) && !plan.handlers().is_empty();
@@ -160,7 +160,7 @@ async fn missing(bench: &Bench, plan: &Plan, starter: &Starter) -> Result<Vec<Im
     Ok(Vec::new())
 }
 
-/// Records a reason; the first one is kept.
+/// Records the reason for an early end; keeps the first one.
 fn end(report: &mut Report, why: Option<String>) {
     let Some(why) = why else { return };
     report.partial = true;

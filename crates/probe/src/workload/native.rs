@@ -1,5 +1,5 @@
-//! The series `native`: a tool of the same image as a process of the host, with the same limits. `bench-helper native`
-//! enters the unpacked image.
+//! The series `native`: a tool from the same image as a process of the host, with the same limits. `bench-helper
+//! native` enters the unpacked image.
 
 use std::fs::{self, File};
 use std::io;
@@ -17,24 +17,24 @@ use super::group::Groups;
 use super::log::{self, Printed};
 pub use crate::native::NATIVE;
 
-/// The helper in the image.
+/// Path of the helper in the image.
 const HELPER: &str = "usr/bin/bench-helper";
 
-/// Where native tools run.
+/// Environment of native tools.
 #[derive(Debug, Clone)]
 pub struct Native {
-    /// The unpacked image.
+    /// Path of the unpacked image.
     pub root: PathBuf,
-    /// The unpacked image with compilers and checkers, if there is one.
+    /// Path of the unpacked image with compilers and checkers, if there is one.
     pub build_root: Option<PathBuf>,
     /// Address at which clients in pods reach servers on this host.
     pub address: Option<String>,
-    /// File system of control groups; tests have another one.
+    /// Directory of the cgroup file system; tests use another one.
     pub groups: PathBuf,
 }
 
 impl Native {
-    /// Returns native tools in an unpacked image.
+    /// Returns the environment of tools in the unpacked image `root`.
     pub fn of(root: PathBuf, address: Option<String>) -> Self {
         Self { root, build_root: None, address, groups: PathBuf::from("/sys/fs/cgroup") }
     }
@@ -44,7 +44,7 @@ impl Native {
         self.root.join(HELPER).is_file()
     }
 
-    /// Returns the address of servers: the given one, else the one that routes out of this host begin at.
+    /// Returns the address of servers: the given one, or else the source address of routes out of this host.
     pub fn address(&self) -> Option<String> {
         self.address.clone().or_else(host_address)
     }
@@ -62,7 +62,7 @@ impl Native {
         }
     }
 
-    /// Starts a tool. Its name is that of its control group and output.
+    /// Starts a tool. Its cgroup and its output are named after it.
     pub fn start(&self, spec: &Spec<'_>, logs: &Path) -> io::Result<Process> {
         let (name, root) = (&spec.name, self.root_of(spec.image)?);
         let groups = Groups::make(&self.groups, name, spec.resources.unwrap_or_default())?;
@@ -86,15 +86,15 @@ impl Native {
     }
 }
 
-/// Returns the address that routes out of this host begin at.
+/// Returns the source address of routes out of this host.
 pub fn host_address() -> Option<String> {
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
-    // Sends nothing. The address is of a block for documentation.
+    // Sends nothing. The address is from a block reserved for documentation.
     socket.connect("192.0.2.1:9").ok()?;
     Some(socket.local_addr().ok()?.ip().to_string())
 }
 
-/// A native tool. Dropping it kills it and all that it started.
+/// A native tool. Dropping it kills the tool and everything that it started.
 #[derive(Debug)]
 pub struct Process {
     child: Mutex<Child>,
@@ -104,14 +104,14 @@ pub struct Process {
     ended: Arc<OnceLock<Instant>>,
 }
 
-/// Notes when a child ends; it is still to be waited for.
+/// Records when a child ends, without reaping it.
 fn watch(pid: u32) -> Arc<OnceLock<Instant>> {
     let ended = Arc::new(OnceLock::new());
     let (into, pid) = (ended.clone(), i32::try_from(pid).ok().and_then(Pid::from_raw));
     std::thread::spawn(move || {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         let waited = pid.map(|pid| waitid(WaitId::Pid(pid), options));
-        // Another thread may have waited for it first: then it has ended, too.
+        // If another thread has already reaped the child, it has ended, too.
         if waited.is_some() {
             let _ = into.set(Instant::now());
         }
@@ -120,19 +120,19 @@ fn watch(pid: u32) -> Arc<OnceLock<Instant>> {
 }
 
 impl Process {
-    /// Returns its exit code if it has ended: 128 and its number for a signal.
+    /// Returns the exit code; 128 plus the number for a signal, `None` while the tool runs.
     pub fn ended(&self) -> io::Result<Option<i32>> {
         use std::os::unix::process::ExitStatusExt;
         let status = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?;
         Ok(status.map(|status| status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default())))
     }
 
-    /// Returns how long it ran, s, if it has ended.
+    /// Returns the tool's running time, s; `None` while it runs.
     pub fn ran_s(&self) -> Option<f64> {
         Some(self.ended.get()?.duration_since(self.begun).as_secs_f64())
     }
 
-    /// Returns its output so far.
+    /// Returns the tool's output so far.
     pub fn printed(&self) -> io::Result<Printed> {
         let [stdout, stderr] = &self.outputs;
         Ok(Printed { stdout: log::bounded(stdout)?, stderr: log::bounded(stderr)? })
@@ -142,7 +142,7 @@ impl Process {
 impl Drop for Process {
     fn drop(&mut self) {
         let child = self.child.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // It may have ended; its group is emptied next.
+        // The tool may have ended; its group is emptied next.
         let _ = child.kill();
         let _ = child.wait();
         self.groups.remove(Duration::from_secs(5));

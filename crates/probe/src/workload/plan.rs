@@ -1,4 +1,4 @@
-//! The plan of a measurement, and its commands.
+//! The plan of a measurement, and the commands of its runs.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,65 +12,66 @@ use super::volume::Storage;
 use crate::timeline::Recipe;
 use crate::vm::{VM, Vm, VmError};
 
-/// Factor of a tool's expected time in its timeout: tools take longer, mostly under emulation.
+/// Factor between a tool's expected time and its timeout: tools take longer, mostly under emulation.
 const SLOWER: u32 = 4;
-/// Prints the container's facts, then executes the tool.
+/// Helper that prints the container's facts, then executes the tool.
 const HELPER: &str = "bench-helper";
 
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Series, in the order in which they alternate: handlers, `native` or `vm`. "runc#2" is the second series of the handler runc.
+    /// Series, in the order in which they alternate: handlers, `native` or `vm`. "runc#2" is a second series of the
+    /// handler runc.
     pub runtimes: Vec<String>,
-    /// Where tools of the series native run.
+    /// Environment of tools of the series native.
     pub native: Option<Native>,
-    /// How VMs of the series `vm` are run.
+    /// Configuration of the VMs of the series `vm`.
     pub vm: Option<Vm>,
     /// Handler of the clients' pods.
     pub client_runtime: String,
-    /// The probes.
+    /// Probes to measure.
     pub probes: Vec<Probe>,
-    /// Parameters.
+    /// Parameters of the probes.
     pub profile: Profile,
     /// Counted rounds: in each, every runtime runs every variant once.
     pub repeat: u32,
     /// Warm-up rounds: in each, every runtime runs the first variant of each probe.
     pub warm_up: u32,
-    /// Processors of each pod.
+    /// Number of processors of each pod.
     pub cpus: u32,
     /// Memory of each pod, bytes.
     pub memory: u64,
     /// Host directory of volumes: probes measure its disk.
     pub volumes: PathBuf,
-    /// Handlers whose containers do not see their limits: those of the plan are taken for them.
+    /// Handlers whose containers do not show their limits; the plan's limits are assumed for them.
     pub trusted: Vec<String>,
-    /// Recipe of the pods; its timeout is added to the tool's time.
+    /// Recipe of the pods. Its timeout is added to the tool's time.
     pub recipe: Recipe,
-    /// Image with compilers and checkers; the recipe has that of the other tools.
+    /// Image with compilers and checkers; the recipe names the other tools' image.
     pub build_image: String,
-    /// Source of figures of power.
+    /// Source of power figures.
     pub meter: Meter,
 }
 
 /// A command to run on each runtime: one variant of a probe.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
-    /// The probe.
+    /// Probe that runs.
     pub probe: Probe,
-    /// The variant's name.
+    /// Name of the variant.
     pub case: String,
     /// Values of the placeholders, except those that only a run has.
     values: Values,
-    /// The tool's running time.
+    /// Running time of the tool.
     pub takes: Duration,
 }
 
 /// The commands of one run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commands {
-    /// The tool's.
+    /// Command line of the tool.
     pub tool: Vec<String>,
-    /// The server's; empty where there is none.
+    /// Command line of the server; empty if there is none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub server: Vec<String>,
 }
@@ -81,9 +82,9 @@ pub enum StepError {
     /// A placeholder has no value.
     #[error("probe {probe}: '{word}' has a placeholder without a value")]
     Placeholder {
-        /// The probe.
+        /// Name of the probe.
         probe: String,
-        /// The word of the command.
+        /// Word of the command that has the placeholder.
         word: String,
     },
 }
@@ -93,7 +94,7 @@ pub fn handler(series: &str) -> &str {
     series.split_once('#').map_or(series, |(handler, _)| handler)
 }
 
-/// Returns names of series for handlers, of which one may be named several times: "runc", "runc#2".
+/// Returns names of series for handlers, which may be named several times: "runc", "runc#2".
 pub fn series(handlers: &[String]) -> Vec<String> {
     let name = |(index, handler): (usize, &String)| {
         let before = handlers[..index].iter().filter(|other| *other == handler).count();
@@ -115,8 +116,9 @@ impl Plan {
         handlers
     }
 
-    /// Returns the runtimes in the order in which a round runs each variant. Each round begins with another one: the first of a
-    /// variant follows another variant, whose files and connections may still be removed, the next one follows the same variant.
+    /// Returns the runtimes in the order in which a round runs each variant. Each round begins with a different
+    /// runtime: the first run of a variant follows another variant, whose files and connections may still be removed,
+    /// and later runs follow the same variant.
     pub fn order(&self, round: u32) -> Vec<String> {
         let mut order = self.runtimes.clone();
         let first = round as usize % order.len().max(1);
@@ -124,12 +126,12 @@ impl Plan {
         order
     }
 
-    /// Returns whether the series native is part of it.
+    /// Returns whether the plan has the series native.
     pub fn has_native(&self) -> bool {
         self.runtimes.iter().any(|series| handler(series) == NATIVE)
     }
 
-    /// Returns how VMs are run, if the series `vm` is part of it.
+    /// Returns the configuration of VMs, if the plan has the series `vm`.
     pub fn vms(&self) -> Result<Option<&Vm>, VmError> {
         if !self.runtimes.iter().any(|series| handler(series) == VM) {
             return Ok(None);
@@ -157,7 +159,7 @@ impl Plan {
         self.probes.iter().flat_map(of).collect()
     }
 
-    /// Returns the variants of a warm-up round: the first one of each probe.
+    /// Returns the variants of a warm-up round: the first of each probe.
     pub fn warm_up_steps(&self) -> Vec<Step> {
         let mut steps = self.steps();
         steps.dedup_by(|step, before| step.probe.name == before.probe.name);
@@ -179,7 +181,7 @@ impl Plan {
 }
 
 impl Step {
-    /// Returns "redis" or "cpu one-thread".
+    /// Returns the name of the step, such as "redis" or "cpu one-thread".
     pub fn name(&self) -> String {
         format!("{} {}", self.probe.name, self.case).trim_end().to_owned()
     }
@@ -194,12 +196,12 @@ impl Step {
         Storage::of_name(self.values.get("storage")?)
     }
 
-    /// Returns the size of its files, bytes; 0 for a tool without a stated size.
+    /// Returns the size of the tool's files, bytes; 0 if the probe states none.
     pub fn size(&self) -> u64 {
         self.values.get("size").and_then(|size| bytes(size)).unwrap_or_default()
     }
 
-    /// Returns the memory that its pod must have, bytes; 0 if any will do.
+    /// Returns the memory that the pod must have, bytes; 0 if any amount is enough.
     pub fn needs(&self) -> u64 {
         self.values.get("memory").and_then(|memory| bytes(memory)).unwrap_or_default()
     }
@@ -211,8 +213,8 @@ impl Step {
         asks.then(|| fixed().unwrap_or(effective))
     }
 
-    /// Returns the commands with every placeholder filled. `server` is the serving pod's address, `device` the path of a block
-    /// device.
+    /// Returns the commands with every placeholder filled. `server` is the address of the server's pod, `device` the
+    /// path of a block device.
     pub fn commands(&self, threads: u32, server: &str, device: &str) -> Result<Commands, StepError> {
         let mut values = Values::from([
             ("threads".to_owned(), threads.to_string()),
@@ -239,8 +241,9 @@ impl Step {
     }
 }
 
-/// Returns the command of a container: the helper prints the container's facts, then executes `words`. For a server it
-/// reports when the port is listened on: see [`super::facts::listens`]. `storage` is where it runs.
+/// Returns the command of a container: the helper prints the container's facts, then executes `words`. For a server,
+/// the helper also reports when `port` is listened on: see [`super::facts::listens`]. `storage` sets where the command
+/// runs.
 pub fn inside(words: &[String], port: Option<u16>, storage: Option<Storage>) -> Vec<String> {
     let mut command = vec![HELPER.to_owned(), "run".to_owned()];
     command.extend(storage.and_then(Storage::inside).map(|dir| format!("--in={dir}")));
@@ -250,7 +253,7 @@ pub fn inside(words: &[String], port: Option<u16>, storage: Option<Storage>) -> 
     command
 }
 
-/// Returns the bytes of "64M" or "1G".
+/// Parses a size such as "64M" or "1G" to bytes.
 fn bytes(size: &str) -> Option<u64> {
     let (number, shift) = match size.as_bytes().last()? {
         b'K' => (&size[..size.len() - 1], 10),

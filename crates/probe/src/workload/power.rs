@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-/// Where the kernel has the processors' meters.
+/// Directory of the processors' meters in sysfs.
 const POWERCAP: &str = "/sys/class/powercap";
 /// Maximum size of a meter's file, bytes.
 const LONGEST: u64 = 64 << 20;
@@ -15,20 +15,20 @@ const LONGEST: u64 = 64 << 20;
 /// Power of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Power {
-    /// Mean, W.
+    /// Mean power, W; `None` if it was not measured.
     pub watts: Option<f64>,
-    /// The meter; without a figure the reason, which begins with "not measured".
+    /// Name of the meter; without a figure the reason, which begins with "not measured".
     pub source: String,
 }
 
 /// A source of power figures.
 #[derive(Debug, Clone)]
 pub enum Meter {
-    /// Counters of energy of the processors' packages. They do not include the rest of the host.
+    /// Energy counters of the processors' packages. They do not include the rest of the host.
     Rapl(Vec<Counter>),
-    /// A file that a meter appends to: lines "time,watts", the time in RFC 3339 or in seconds since 1970.
+    /// File to which a meter appends lines "time,watts", with the time in RFC 3339 or in seconds since 1970.
     File(PathBuf),
-    /// There is none.
+    /// No source, with the reason.
     None(String),
 }
 
@@ -36,11 +36,11 @@ pub enum Meter {
 #[derive(Debug, Clone)]
 pub struct Counter {
     path: PathBuf,
-    /// It begins again at 0 after this many µJ.
+    /// Number of µJ after which the counter restarts at 0.
     range: u64,
 }
 
-/// Begin of a run.
+/// Readings at the begin of a run.
 #[derive(Debug, Clone)]
 pub struct Begin {
     at: Timestamp,
@@ -56,7 +56,7 @@ impl Meter {
         }
     }
 
-    /// Returns the counters of the packages in a directory as the kernel has it.
+    /// Returns the package counters in a directory with the kernel's layout.
     fn below(dir: &Path) -> Self {
         let none = |why: &str| {
             Meter::None(format!("no meter: {why} {}; name a meter's file with --power-csv", dir.display()))
@@ -67,7 +67,7 @@ impl Meter {
             zones.filter(|zone| text(&zone.join("name")).is_ok_and(|name| name.starts_with("package")));
         let counter = |zone: PathBuf| {
             let path = zone.join("energy_uj");
-            // Only root may read it.
+            // Only root may read the counter.
             number(&path).ok()?;
             Some(Counter { path, range: number(&zone.join("max_energy_range_uj")).ok()? })
         };
@@ -75,7 +75,7 @@ impl Meter {
         if counters.is_empty() { none("no readable package in") } else { Meter::Rapl(counters) }
     }
 
-    /// Begins a run.
+    /// Reads the meter at the begin of a run.
     pub fn begin(&self) -> Begin {
         let energy = match self {
             Meter::Rapl(counters) => counters.iter().map(|counter| number(&counter.path).ok()).collect(),
@@ -84,7 +84,7 @@ impl Meter {
         Begin { at: Timestamp::now(), energy }
     }
 
-    /// Returns the mean power since then.
+    /// Returns the mean power since `begin`.
     pub fn since(&self, begin: &Begin) -> Power {
         let now = Timestamp::now();
         let measured = match self {
@@ -121,7 +121,7 @@ fn joules(counters: &[Counter], before: &[Option<u64>]) -> Result<f64, String> {
     for (counter, before) in counters.iter().zip(before) {
         let now = number(&counter.path).map_err(|error| format!("{}: {error}", counter.path.display()))?;
         let before = before.ok_or_else(|| format!("{}: unreadable at the begin", counter.path.display()))?;
-        // A counter that is lower has begun again, once.
+        // A lower value means that the counter has restarted once.
         sum += if now >= before { now - before } else { now + counter.range.saturating_sub(before) };
     }
     Ok(sum as f64 / 1e6)
@@ -145,7 +145,7 @@ fn mean(text: &str, from: Timestamp, to: Timestamp) -> Result<f64, String> {
         match row(line) {
             Some((at, watts)) if at >= from && at <= to => rows.push(watts),
             Some(_) => {}
-            // A heading.
+            // The file may begin with a heading.
             None if index == 0 => {}
             None => {
                 return Err(format!("line {} is not 'time,watts': '{}'", index + 1, super::log::plain(line)));
@@ -172,7 +172,7 @@ fn row(line: &str) -> Option<(Timestamp, f64)> {
 mod tests {
     use super::*;
 
-    /// A double of the kernel's directory with a package, and a part of it that must not count twice.
+    /// Creates a copy of the kernel's directory with a package, and a part of the package that must not count twice.
     fn double(energy: u64) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (zone, name, energy) in [("intel-rapl:0", "package-0", energy), ("intel-rapl:0:0", "core", 7)] {

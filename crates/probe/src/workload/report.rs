@@ -1,4 +1,4 @@
-//! `workload.json`: the result of a measurement; its schema is `schema/workload.schema.json`.
+//! `workload.json`: the result of a measurement. Its schema is `schema/workload.schema.json`.
 
 use std::collections::BTreeMap;
 
@@ -17,60 +17,60 @@ use crate::manifest::Manifest;
 
 /// Version of the schema. Readers reject newer versions.
 pub const SCHEMA: u32 = 1;
-/// The JSON Schema.
+/// JSON Schema of the result.
 pub const SCHEMA_TEXT: &str = include_str!("../../schema/workload.schema.json");
-/// Reference runtimes of ratios, if measured; otherwise the first one of the plan.
+/// Reference runtimes of ratios, if measured; otherwise the plan's first runtime.
 const REFERENCES: [&str; 2] = ["native", "runc"];
-/// Name of the power in [`Report::not_measured`].
+/// Key of the power in [`Report::not_measured`].
 const POWER: &str = "power";
-/// Relative change of the processors' frequency above which there is a note.
+/// Relative change of the processors' frequency above which a note is added.
 const CLOCK_MOVES: f64 = 0.05;
 
-/// A result.
+/// Result of a measurement.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// [`SCHEMA`] of the probe that wrote it.
     pub schema: u32,
-    /// Clock of its times.
+    /// Clock of the times.
     pub clock: Clock,
-    /// It ended early.
+    /// Whether the measurement ended early.
     pub partial: bool,
-    /// Why, if so.
+    /// The reason for an early end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partial_reason: Option<String>,
-    /// Parameters.
+    /// Profile of the parameters.
     pub profile: Profile,
-    /// Counted rounds.
+    /// Number of counted rounds.
     pub repeat: u32,
-    /// Warm-up rounds; not included in figures.
+    /// Number of warm-up rounds, which no figure includes.
     pub warm_up: u32,
-    /// Threads of tools that take a number: the smallest number of effective CPUs of all runtimes.
+    /// Number of threads of tools that take one: the smallest number of effective CPUs of all runtimes.
     pub threads: u32,
     /// Handler of the clients' pods.
     pub client_runtime: String,
-    /// Conditions.
+    /// Conditions of the measurement.
     pub manifest: Manifest,
     /// Definitions of the probes.
     pub probes: Vec<Probe>,
     /// Resources of a container of each runtime, read from inside.
     pub sides: BTreeMap<String, Facts>,
-    /// The reference runtime.
+    /// Name of the reference runtime.
     pub reference: String,
     /// Each metric of each variant on each runtime.
     pub series: Vec<Series>,
-    /// Ratios over the reference.
+    /// Ratios to the reference.
     pub comparisons: Vec<Comparison>,
     /// CPU time by role, and work per CPU time and per W, of each variant on each runtime.
     #[serde(default)]
     pub costs: Vec<Cost>,
-    /// Notes.
+    /// Notes on the measurement.
     pub notes: Vec<String>,
-    /// Figures that are missing, and why.
+    /// Figures that are missing, with the reason.
     pub not_measured: BTreeMap<String, String>,
 }
 
 impl Report {
-    /// Returns the result of these runs of a plan.
+    /// Returns the result of a plan's runs.
     pub fn of(
         plan: &Plan,
         manifest: Manifest,
@@ -102,7 +102,7 @@ impl Report {
         report
     }
 
-    /// Replaces all figures by those of these runs, and adds notes about them.
+    /// Replaces all figures with those of `runs`, and adds notes on them.
     pub(crate) fn count(&mut self, runtimes: &[String], runs: &[Run]) {
         self.series = summary::series(&self.probes, self.profile, runtimes, runs);
         self.comparisons = summary::comparisons(&self.series, &self.reference, runs);
@@ -112,23 +112,23 @@ impl Report {
         self.explain(runs);
     }
 
-    /// Returns whether its figures can stand beside published ones: with the studies' parameters, in real time.
+    /// Returns whether the figures are comparable with published ones: with the studies' parameters, in real time.
     pub fn is_like_studies(&self) -> bool {
         self.profile == Profile::Paper && self.clock == Clock::Wall
     }
 
-    /// Returns how many counted runs failed.
+    /// Returns the number of counted runs that failed.
     pub fn failures(&self, runs: &[Run]) -> usize {
         runs.iter().filter(|run| run.failed()).count()
     }
 
-    /// Returns a series over the reference.
+    /// Returns the comparison of a series with the reference.
     pub fn over_reference(&self, series: &Series) -> Option<&Comparison> {
         self.comparisons.iter().find(|comparison| comparison.is_of(series))
     }
 
-    /// Returns for each further series of the reference's handler how many of its comparisons show no difference, and how many
-    /// there are: of 100, chance makes some 5 differ.
+    /// Returns, for each further series of the reference's handler, the number of its comparisons that show no
+    /// difference and the number of all its comparisons. Of 100 comparisons, about 5 differ by chance.
     pub fn no_difference(&self) -> BTreeMap<String, (usize, usize)> {
         let mut counts: BTreeMap<String, (usize, usize)> = BTreeMap::new();
         let same = self.comparisons.iter().filter(|of| plan::handler(&of.a) == plan::handler(&of.b));
@@ -195,7 +195,7 @@ fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
     Some((low, all().max_by(f64::total_cmp)?)).filter(|(low, _)| *low > 0.0)
 }
 
-/// Returns why there are no figures of power.
+/// Returns the key and the reason if there are no power figures.
 fn power(meter: &Meter, runs: &[Run]) -> Option<(String, String)> {
     let known = runs.iter().any(|run| run.power.watts.is_some());
     let first = runs.iter().map(|run| &run.power.source).find(|source| !source.is_empty());
@@ -227,13 +227,13 @@ fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
 /// Why a text is not a result.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// Not JSON, or not of this schema.
+    /// The text is not JSON, or not of this schema.
     #[error("not a result of workloads")]
     Shape(#[from] serde_json::Error),
-    /// A newer schema.
+    /// The result has a newer schema.
     #[error("the result has schema {found}, this probe reads up to {SCHEMA}: use a newer probe")]
     Newer {
-        /// Its version.
+        /// Version of the result's schema.
         found: u64,
     },
 }

@@ -1,4 +1,4 @@
-//! The raw rows: one per measured container, with failures.
+//! The raw rows, one per measured container, failures included.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,27 +13,27 @@ use crate::sample::Outcome;
 /// One run of one variant of a probe on one runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// Handler.
+    /// Name of the series.
     pub runtime: String,
-    /// Probe.
+    /// Name of the probe.
     pub probe: String,
-    /// Its variant; empty where it has none.
+    /// Name of the variant; empty if the probe has none.
     pub case: String,
-    /// From 0; warm-up rounds count by themselves.
+    /// Number of the round, from 0; warm-up rounds are numbered separately.
     pub round: u32,
-    /// Warm-up: never counted.
+    /// Whether this is a warm-up, which never counts.
     pub warm_up: bool,
-    /// Its begin, s since the measurement began; shows alternation and drift.
+    /// Begin of the run, s since the measurement began; shows alternation and drift.
     pub begun_s: f64,
-    /// From the begin until the pods were removed, s.
+    /// Time from the begin until the pods were removed, s.
     pub took_s: f64,
-    /// Result.
+    /// Outcome of the run.
     pub outcome: Outcome,
-    /// Call or step that failed; empty when none did.
+    /// Call or step that failed; empty if none did.
     pub failed_at: String,
-    /// Why, in one line.
+    /// Reason of the failure, in one line.
     pub error: String,
-    /// The commands.
+    /// Commands of the tool and of the server.
     pub commands: Commands,
     /// Number of threads, if the tool takes one.
     pub threads: Option<u32>,
@@ -58,7 +58,7 @@ impl Run {
         self.figures.get(metric).copied().filter(|_| counts)
     }
 
-    /// Returns whether it is a counted failure.
+    /// Returns whether the run is a counted failure.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }

@@ -1,5 +1,5 @@
-//! Many runs in a fair order: in each round every variant of every probe runs once on each runtime, one after the other, so
-//! that drift of the host affects all of them. Failures stay in the data, and every pod is removed afterwards.
+//! Many runs in a fair order: in each round, every variant of every probe runs once on each runtime in turn, so that
+//! drift of the host affects all of them. Failures stay in the data, and every pod is removed afterwards.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::sample::Outcome;
 use crate::timeline;
 use crate::vm::VM;
 
-/// A block device in a container.
+/// Path of a block device in a container.
 const DEVICE: &str = "/dev/bench";
 /// Why a variant has no figures in the series vm.
 const NOT_IN_VM: &str = "is not available in series vm";
@@ -40,7 +40,7 @@ pub struct Runner<'a> {
     missing: Vec<Image>,
     /// Resources of each runtime's containers.
     pub sides: BTreeMap<String, Facts>,
-    /// Notes.
+    /// Notes on the runs.
     pub notes: Vec<String>,
     /// Every run so far.
     pub runs: Vec<Run>,
@@ -76,18 +76,18 @@ struct Attempt {
     printed: Printed,
     cpu: Option<RoleUse>,
     power: Power,
-    /// Its files; dropped last, after its pod's removal.
+    /// Volume of the run; dropped last, after the pod's removal.
     volume: Option<Volume>,
 }
 
 impl<'a> Runner<'a> {
-    /// Returns a runner without runs.
+    /// Creates a runner that has no runs yet.
     pub fn new(plan: &'a Plan, starter: Starter, missing: Vec<Image>) -> Self {
         let (sides, notes, runs) = Default::default();
         Self { plan, starter, missing, sides, notes, runs, begun: Instant::now(), serial: 0 }
     }
 
-    /// Starts one container on each runtime and reads its resources. Adds a note if that fails; the runtime's runs then
+    /// Starts one container on each runtime and reads its resources. A failure adds a note; the runtime's runs then
     /// fail on their own.
     pub async fn look_inside(&mut self) {
         for handler in &self.plan.trusted {
@@ -113,11 +113,11 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// Returns the facts in an output of a series' container; with the plan's limits if its handler hides them.
+    /// Returns the facts in the output of a series' container, with the plan's limits if the handler hides them.
     fn facts_of(&self, series: &str, text: &str) -> Option<Facts> {
         let mut facts = Facts::find(text)?;
         if self.plan.trusted.iter().any(|trusted| trusted == plan::handler(series)) {
-            // gVisor shows a limit: the host's memory.
+            // gVisor does show a limit: the host's memory.
             let (cpus, memory) = (f64::from(self.plan.cpus), self.plan.memory);
             facts.quota_cpus = Some(facts.quota_cpus.map_or(cpus, |seen| seen.min(cpus)));
             facts.memory_limit = Some(facts.memory_limit.map_or(memory, |seen| seen.min(memory)));
@@ -125,7 +125,7 @@ impl<'a> Runner<'a> {
         Some(facts)
     }
 
-    /// Returns the threads that every runtime can run at once.
+    /// Returns the number of threads that every runtime can run at once.
     pub fn threads(&self) -> u32 {
         facts::threads(self.sides.values())
     }
@@ -137,7 +137,7 @@ impl<'a> Runner<'a> {
         sides.find_map(|(other, theirs)| Some(format!("{first} and {other}: {}", mine.differs(theirs)?)))
     }
 
-    /// Runs everything; returns as an error why it ended early.
+    /// Runs everything. Returns as an error the reason for an early end.
     pub async fn run(&mut self, sink: Sink<'_>) -> Result<(), String> {
         let threads = self.threads();
         let warm_up = (self.plan.warm_up, self.plan.warm_up_steps(), true);
@@ -251,7 +251,7 @@ impl<'a> Runner<'a> {
         self.volume(step, series, step.storage(), attempt)?;
         let device = attempt.volume.as_ref().and_then(Volume::device);
         let path = match device {
-            // A native tool sees the host's devices.
+            // A native tool uses the host's devices.
             Some(device) if plan::handler(series) == NATIVE => device.host_path.display().to_string(),
             _ => DEVICE.to_owned(),
         };
@@ -273,7 +273,7 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    /// Returns the CPU time by role since `before`, of the tested container's run; `None` if `/proc` cannot be read.
+    /// Returns the CPU time by role since `before`, for the tested container's run; `None` if `/proc` cannot be read.
     async fn roles(&self, before: Reading, tested: &Started, tool: &Started) -> Option<RoleUse> {
         let client = if std::ptr::eq(tested, tool) { None } else { self.starter.ids(tool).await };
         let socket = self.starter.runtime.socket().to_owned();
@@ -332,7 +332,7 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    /// Makes the volume of a run.
+    /// Creates the volume of a run.
     fn volume(
         &self,
         step: &Step,
@@ -350,12 +350,12 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    /// Reads the output, also after a failure.
+    /// Reads and keeps the output, even after a failure.
     fn keep(&self, started: &Started, attempt: &mut Attempt) {
         attempt.printed = self.starter.printed(started);
     }
 
-    /// Rejects a container with other resources than the first one of its runtime.
+    /// Rejects a container whose resources differ from those of its runtime's first container.
     fn same_as_before(&self, handler: &str, facts: Option<&Facts>) -> Result<(), Failure> {
         let facts = facts.ok_or_else(|| Failure::at("facts", "its container did not print its resources"))?;
         match self.sides.get(handler).and_then(|before| before.differs(facts)) {
@@ -389,12 +389,12 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// Removes all pods of the run by its label, also those whose start failed.
+    /// Removes all pods of the run by its label, including those whose start failed.
     async fn remove_pods(&mut self) {
         if let Err(error) = timeline::remove_all(&self.starter.runtime, &self.plan.recipe.run).await {
             let label = format!("{}={}", timeline::RUN_LABEL, self.plan.recipe.run);
             let note = plain(&format!("pods with label {label} may still exist: {error}"));
-            // The same error would repeat after each run.
+            // The same error would recur after each run.
             if !self.notes.contains(&note) {
                 self.notes.push(note);
             }
@@ -406,7 +406,7 @@ fn commands(step: &Step, threads: u32, server: &str, device: &str) -> Result<Com
     step.commands(threads, server, device).map_err(|error| Failure::at("command", error))
 }
 
-/// Rejects a variant that the series vm does not have.
+/// Rejects a variant that is unavailable in the series vm.
 fn possible_in_vm(step: &Step) -> Result<(), Failure> {
     match step.probe.image {
         Image::BenchSmall => Ok(()),

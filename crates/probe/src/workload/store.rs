@@ -1,4 +1,5 @@
-//! A result on disk: a directory with `workload.json`, the raw rows in `runs.jsonl`, and each tool's output in `outputs`.
+//! A result on disk: a directory with `workload.json`, the raw rows in `runs.jsonl`, and each tool's output in
+//! `outputs`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -29,7 +30,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Creates the directory. Rejects one that contains a result, so that no run is lost.
+    /// Creates the directory. Rejects one that already contains a result, so that no run is lost.
     pub fn create(dir: &Path) -> Result<Self, StoreError> {
         if [REPORT, RUNS].iter().any(|name| dir.join(name).exists()) {
             return Err(StoreError::Taken(dir.to_owned()));
@@ -81,39 +82,39 @@ pub enum LoadError {
     /// A file cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The report.
+    /// The report is invalid.
     #[error("cannot use {path}")]
     Report {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong with it.
         source: ReportError,
     },
-    /// A row.
+    /// A row is invalid.
     #[error("{path}: line {line} is not a run")]
     Run {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// From 1.
+        /// Number of the line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The parser's error.
         source: serde_json::Error,
     },
 }
 
-/// A result that was read.
+/// A result read from disk.
 #[derive(Debug, Clone)]
 pub struct Loaded {
-    /// Name of its directory.
+    /// Name of the result's directory.
     pub name: String,
-    /// The report.
+    /// The result's report.
     pub report: Report,
-    /// Its rows.
+    /// Rows of the result, one per run.
     pub runs: Vec<Run>,
 }
 
 impl Loaded {
-    /// Returns its runtimes, in the order of their first appearance.
+    /// Returns the runtimes of the result, in the order of their first appearance.
     pub fn runtimes(&self) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
         for of in &self.report.series {
@@ -124,21 +125,21 @@ impl Loaded {
         names
     }
 
-    /// Returns the 95 % bootstrap interval of a series' median, if it has four values or more.
+    /// Returns the 95 % bootstrap interval of a series' median; `None` with fewer than four values.
     pub fn interval(&self, of: &Series) -> Option<(f64, f64)> {
         let values = summary::values(&self.runs, of);
-        // The ratio to one is the median itself.
+        // The ratio to 1 is the median itself.
         let ratio = (values.len() >= COMPARED_OF).then(|| Ratio::of(&values, &[1.0])).flatten()?;
-        Some((ratio.ci_low, ratio.ci_high))
+        ratio.interval.map(|interval| (interval.ci_low, interval.ci_high))
     }
 }
 
-/// Returns whether a directory has a result of workloads.
+/// Returns whether a directory contains a result of workloads.
 pub fn is_one(dir: &Path) -> bool {
     dir.join(REPORT).exists()
 }
 
-/// Reads a result that a [`Store`] wrote.
+/// Loads a result that a [`Store`] wrote.
 pub fn load(dir: &Path) -> Result<Loaded, LoadError> {
     let path = dir.join(REPORT);
     let text = fs::read_to_string(&path).map_err(io("read", &path))?;

@@ -7,10 +7,10 @@ use super::run::Run;
 use crate::ratio::Ratio;
 use crate::summary::{median, sorted};
 
-/// Minimum values of each side for an interval: for two equal runtimes, three values each are separated in one of ten
-/// cases, four in one of 35.
+/// Minimum number of values on each side for an interval: three values each of two equal runtimes are separated in one
+/// of ten cases, four in one of 35.
 pub const COMPARED_OF: usize = 4;
-/// Minimum values to detect two levels, and minimum of each level.
+/// Minimum number of values to detect two levels, and minimum number at each level.
 const LEVELS_OF: usize = 6;
 const LEVEL_OF: usize = 2;
 /// Minimum gap between two levels, relative to the upper one.
@@ -21,49 +21,49 @@ const LEVEL_WIDTH: f64 = 0.5;
 /// One metric of one variant on one runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Series {
-    /// Probe.
+    /// Name of the probe.
     pub probe: String,
-    /// Variant; empty where there is none.
+    /// Name of the variant; empty if there is none.
     pub case: String,
-    /// Handler.
+    /// Name of the series.
     pub runtime: String,
     /// Metric, unit and direction.
     #[serde(flatten)]
     pub metric: Metric,
-    /// Counted runs, failures included.
+    /// Number of counted runs, failures included.
     pub n: usize,
-    /// Runs without a figure. The figures below are from the other `n - failures`.
+    /// Number of runs without a figure. The figures below are from the other `n - failures`.
     pub failures: usize,
-    /// Least.
+    /// Smallest value.
     pub min: Option<f64>,
-    /// Median, nearest rank.
+    /// Median value, by nearest rank.
     pub p50: Option<f64>,
-    /// Largest.
+    /// Largest value.
     pub max: Option<f64>,
-    /// Arithmetic mean.
+    /// Arithmetic mean of the values.
     pub mean: Option<f64>,
     /// Standard deviation of the sample.
     pub sd: Option<f64>,
-    /// The values are at two levels, for example of two processor frequencies: the mean has no meaning.
+    /// Whether the values are at two levels, for example of two processor frequencies: the mean then has no meaning.
     pub two_levels: bool,
 }
 
-/// Two runtimes, one metric of one variant.
+/// Comparison of two runtimes in one metric of one variant.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
-    /// Probe.
+    /// Name of the probe.
     pub probe: String,
-    /// Variant; empty where there is none.
+    /// Name of the variant; empty if there is none.
     pub case: String,
-    /// Metric.
+    /// Name of the metric.
     pub metric: String,
-    /// Its direction.
+    /// Whether higher or lower values are better.
     pub better: Better,
     /// Handler in the numerator.
     pub a: String,
     /// Handler in the denominator.
     pub b: String,
-    /// Number of values of each.
+    /// Number of values of a and of b.
     pub n: (usize, usize),
     /// Ratio of the medians.
     #[serde(flatten)]
@@ -71,7 +71,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Returns whether it is a series' ratio.
+    /// Returns whether this is the ratio of `series`.
     pub fn is_of(&self, series: &Series) -> bool {
         self.probe == series.probe
             && self.case == series.case
@@ -120,7 +120,7 @@ pub fn two_levels(ordered: &[f64]) -> bool {
     gap >= LEVELS_APART * high[high.len() - 1] && narrow(low) && narrow(high)
 }
 
-/// Returns every metric of every variant on every runtime, also if all runs failed.
+/// Returns every metric of every variant on every runtime, even if all runs failed.
 pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Run]) -> Vec<Series> {
     let mut all = Vec::new();
     for probe in probes {
@@ -136,7 +136,7 @@ pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[R
     all
 }
 
-/// Returns every runtime over `reference`, if both have at least four values.
+/// Returns the ratio of every runtime to `reference`, if both have at least four values.
 pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comparison> {
     let values = |of: &Series, runtime: &str| -> Vec<f64> {
         runs_of(runs, &of.probe, &of.case, runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
@@ -165,7 +165,7 @@ pub fn values(runs: &[Run], of: &Series) -> Vec<f64> {
     runs_of(runs, &of.probe, &of.case, &of.runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
 }
 
-/// Returns a value with four digits; "–" without a value.
+/// Formats a value with four digits; "–" without a value.
 pub fn shown(value: Option<f64>) -> String {
     match value {
         None => "–".into(),
@@ -260,7 +260,7 @@ mod tests {
 
     #[test]
     fn two_clocks_of_a_processor_are_seen() {
-        // The levels of a study whose processor had clocks of 1.6 and 2.4 GHz.
+        // The levels of a study whose processor ran at 1.6 and 2.4 GHz.
         assert!(two_levels(&[334.0, 335.0, 336.0, 500.0, 501.0, 502.0, 503.0]));
         assert!(!two_levels(&[334.0, 335.0, 336.0, 500.0]));
         assert!(!two_levels(&[498.0, 499.0, 500.0, 501.0, 502.0, 503.0]));

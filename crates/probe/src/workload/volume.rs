@@ -1,5 +1,5 @@
-//! Storage of a tool's files: each kind has its own row. None is the container's root, which runtimes keep in
-//! memory, on the host's disk or behind a process.
+//! Storage of a tool's files; each kind has its own row. None is the container's root, which runtimes keep in memory,
+//! on the host's disk or behind a process.
 
 use std::fs;
 use std::io;
@@ -15,12 +15,12 @@ use crate::vm::arguments::Disk;
 
 /// Mount point of a volume in a container.
 const INSIDE: &str = "/data";
-/// A block device in a container.
+/// Path of a block device in a container.
 const DEVICE: &str = "/dev/bench";
 /// The tmpfs of every container.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// Size of the file with a VM's file system, bytes. It has holes: only what the tool writes takes space.
+/// Size of the file with a VM's file system, bytes. The file is sparse: only what the tool writes takes space.
 const DISK: u64 = 16 << 30;
 
 /// A kind of storage.
@@ -38,7 +38,7 @@ pub enum Storage {
 }
 
 impl Storage {
-    /// Returns the kind of this name.
+    /// Returns the kind named `name`.
     pub fn of_name(name: &str) -> Option<Self> {
         match name {
             "tmpfs" => Some(Storage::Tmpfs),
@@ -49,7 +49,7 @@ impl Storage {
         }
     }
 
-    /// Returns its directory in the container; `None` for a block device.
+    /// Returns the storage's directory in the container; `None` for a block device.
     pub const fn inside(self) -> Option<&'static str> {
         match self {
             Storage::Tmpfs => Some(SHARED_MEMORY),
@@ -59,14 +59,17 @@ impl Storage {
     }
 }
 
+/// Kubernetes uid of the pods that have a volume, as it appears in the volume's path.
+pub const POD_UID: &str = "workload";
+
 /// A volume on the host. Dropping it removes its files; drop it after its pod's removal.
 #[derive(Debug)]
 pub enum Volume {
     /// A directory.
     Directory {
-        /// Its mount in the container.
+        /// Mount of the directory in the container.
         mount: Mount,
-        /// Removes it.
+        /// Guard that removes the directory when dropped.
         dir: tempfile::TempDir,
     },
     /// A block device.
@@ -74,9 +77,9 @@ pub enum Volume {
 }
 
 impl Volume {
-    /// Creates a volume below `parent`, `size` bytes if it is a device; `None` for storage that needs none.
+    /// Creates a volume below `parent`, of `size` bytes if it is a device; `None` for storage that needs none.
     pub fn make(parent: &Path, storage: Storage, size: u64) -> io::Result<Option<Self>> {
-        // kubelet's path of an emptyDir, by which runtimes recognise one.
+        // kubelet's path of an emptyDir contains the pod's uid; from it runtimes recognise the kind.
         let part = match storage {
             Storage::Tmpfs => return Ok(None),
             Storage::EmptyDir => "pods/workload/volumes/kubernetes.io~empty-dir/data",
@@ -86,13 +89,13 @@ impl Volume {
         let dir = tempfile::Builder::new().prefix("sandboxer-workload-").tempdir_in(parent)?;
         let host_path = dir.path().join(part);
         fs::create_dir_all(&host_path)?;
-        // For any user of the tool.
+        // The tool may run as any user.
         fs::set_permissions(&host_path, fs::Permissions::from_mode(0o777))?;
         let mount = Mount { host_path, container_path: PathBuf::from(INSIDE), read_only: false };
         Ok(Some(Volume::Directory { mount, dir }))
     }
 
-    /// Returns it as a container's mount.
+    /// Returns the volume as a container's mount.
     pub fn mount(&self) -> Option<Mount> {
         match self {
             Volume::Directory { mount, .. } => Some(mount.clone()),
@@ -100,13 +103,13 @@ impl Volume {
         }
     }
 
-    /// Returns it as a VM's disk: a directory has a file with an ext4 in it.
+    /// Returns the volume as a VM's disk. A directory becomes a file with an ext4 file system.
     pub fn disk(&self) -> io::Result<Disk> {
         match self {
             Volume::Directory { mount, .. } => {
                 let path = mount.host_path.join("disk");
                 fs::File::create(&path)?.set_len(DISK)?;
-                // A new file system of each run is as empty as a new directory.
+                // A new file system for each run is as empty as a new directory.
                 let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&path).output()?;
                 if !made.status.success() {
                     let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
@@ -120,7 +123,7 @@ impl Volume {
         }
     }
 
-    /// Returns it as a container's device.
+    /// Returns the volume as a container's device.
     pub fn device(&self) -> Option<Device> {
         match self {
             Volume::Directory { .. } => None,

@@ -1,4 +1,4 @@
-//! Processes in the same control group as another one.
+//! Processes in the same control group as another process.
 
 use std::{fs, io, path::PathBuf, sync::OnceLock};
 
@@ -6,7 +6,7 @@ use procfs::process::Process;
 
 use super::PROCESSES;
 
-/// A mounted hierarchy: the first of version 2, else one of version 1 with this controller.
+/// A mounted hierarchy: the first of version 2, or else one of version 1 with this controller.
 struct Hierarchy {
     root: PathBuf,
     controller: Option<&'static str>,
@@ -25,7 +25,7 @@ pub fn beside(pid: u32) -> io::Result<Vec<u32>> {
     Ok(fs::read_to_string(listed)?.lines().filter_map(|line| line.parse().ok()).collect())
 }
 
-/// Returns the hierarchy, which is looked for once: a node may have thousands of mounts.
+/// Returns the hierarchy, which is searched for only once: a node may have thousands of mounts.
 fn hierarchy() -> io::Result<&'static Hierarchy> {
     static FOUND: OnceLock<Option<Hierarchy>> = OnceLock::new();
     let found = match FOUND.get() {

@@ -1,9 +1,9 @@
-//! Makes the move that KVM does for each new VM short.
+//! Shortens the move between control groups that KVM makes for each new VM.
 //!
-//! KVM moves a thread of a new VM into its VMM's control group. For each move the kernel takes a lock of all forks and exits. The
-//! first move in a while waits until all processors know that somebody may take it: a grace period of RCU, 7 to 12 ms in a node VM, in which a
-//! start does nothing. A move soon after another one does not wait. So this process moves itself to where it already is
-//! while the VMM still loads its libraries.
+//! KVM moves a thread of a new VM into the VMM's control group. For each move the kernel takes a lock of all forks and
+//! exits. The first move in a while waits until all processors know that the lock may be taken: a grace period of RCU,
+//! 7 to 12 ms in a node VM, in which a start does nothing. A move soon after another one does not wait. So this
+//! process moves itself to the group in which it already is, while the VMM still loads its libraries.
 
 use std::{
     fs::File,
@@ -18,17 +18,18 @@ use procfs::process::Process;
 
 use super::PROCESSES;
 
-/// From a VMM's start until KVM has made its VM, with a margin. On a busy host that takes longer, but there are other moves, too.
+/// Time from a VMM's start until KVM has created its VM, with a margin. A busy host takes longer, but then there are
+/// other moves, too.
 const PERIOD: Duration = Duration::from_millis(60);
 
-/// Interval of the moves: shorter than the shortest grace period, after which the kernel forgets the last one. With 5 ms it
-/// forgot some of them, and every other boot of a VMM waited.
+/// Interval of the moves: shorter than the shortest grace period, after which the kernel forgets the last move. With 5
+/// ms it forgot some of them, and every other boot of a VMM waited.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// Until when a thread repeats the move; none: there is no thread.
+/// Time until which a thread repeats the move; `None`: there is no thread.
 static UNTIL: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// Keeps moves short for the next 60 ms. Without effect if this process is in no group of version 2.
+/// Keeps moves short for the next 60 ms. Has no effect if this process is in no group of version 2.
 pub fn keep_moves_short() {
     if until(|until| until.replace(Instant::now() + PERIOD)).is_some() {
         return;
@@ -44,7 +45,7 @@ pub fn keep_moves_short() {
     }
 }
 
-/// Moves this process to where it is until the time is over.
+/// Moves this process to its own group until the time is over.
 #[expect(clippy::disallowed_methods, reason = "no event tells that the kernel is about to forget a move")]
 fn repeat() -> io::Result<()> {
     let mut processes = File::options().write(true).open(own_group()?.join(PROCESSES))?;
@@ -60,7 +61,7 @@ fn until<T>(change: impl FnOnce(&mut Option<Instant>) -> T) -> T {
     change(&mut UNTIL.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Returns the directory of this process's group in the hierarchy of version 2.
+/// Returns the directory of this process's group in the version 2 hierarchy.
 fn own_group() -> io::Result<PathBuf> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "this process is in no control group of version 2");
     let myself = Process::myself().map_err(io::Error::other)?;

@@ -1,4 +1,4 @@
-//! Control groups, on directories that a test makes.
+//! Tests of control groups, on directories that a test creates.
 
 use super::*;
 
@@ -58,7 +58,7 @@ async fn a_vmm_is_confined_in_either_version() {
     let read = |path: &str| fs::read_to_string(root.path().join(path)).unwrap();
     let pod = "p".parse().unwrap();
 
-    // Version 1: a group takes a process once it has CPUs and nodes, its parent's where nothing else is said.
+    // Version 1: a group accepts a process once it has CPUs and nodes, which default to its parent's.
     let groups = Hierarchies { cpuset: Some(Cpuset::Own(root.path().join("v1"))), ..Hierarchies::default() };
     fs::create_dir_all(root.path().join("v1/pods")).unwrap();
     fs::write(root.path().join("v1/pods/cpuset.cpus"), "0-7\n").unwrap();
@@ -77,14 +77,14 @@ async fn a_vmm_is_confined_in_either_version() {
         (read("v1/pods/sandboxer-p/cpuset.cpus").as_str(), group.bounds()),
         ("0-7", Bounds::default())
     );
-    // A process that starts in it, or moves to it, is confined from its first moment.
+    // A process that starts in the group, or moves to it, is confined from its first moment.
     assert_eq!(group.entries().unwrap().procs.len(), 1);
     group.enter(43).unwrap();
     assert_eq!(read("v1/pods/sandboxer-p/cgroup.procs"), "43");
     let other = groups.of("/pods", &"other".parse().unwrap()).unwrap();
     assert!(other.entries().unwrap().procs.is_empty(), "a group that was never confined");
 
-    // Version 2: the parent gives the controller on.
+    // Version 2: the parent passes the controller on.
     let unified = root.path().join("v2");
     let groups = Hierarchies::unified(&unified);
     let group = groups.of("/pods", &pod).unwrap();
@@ -129,7 +129,7 @@ async fn a_group_is_made_entered_and_removed_in_each_hierarchy() {
     for hierarchy in ["cpu", "memory"] {
         let processes = root.path().join(hierarchy).join("pods/sandboxer-p/cgroup.procs");
         assert_eq!(fs::read_to_string(&processes).unwrap(), "42");
-        // The kernel's own files don't keep a group from being removed.
+        // The kernel's own files do not keep a group from being removed.
         fs::remove_file(processes).unwrap();
     }
     group.remove().await.unwrap();

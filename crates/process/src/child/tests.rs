@@ -1,4 +1,4 @@
-//! Processes that are started and end.
+//! Tests of processes that are started and end.
 
 use super::*;
 
@@ -8,7 +8,7 @@ async fn a_process_is_born_in_its_control_groups() {
     let paths = ["cpu", "memory"].map(|name| dir.path().join(name));
     let procs = paths.iter().map(|path| File::create(path).unwrap()).collect();
     let groups = CgroupEntries { procs, dir: None };
-    // It sees what was written before it began.
+    // The child sees what was written before it began.
     let look = ["-c", "cat cpu memory >&2"].map(OsString::from).to_vec();
     let equipment = Equipment { groups, ..Equipment::default() };
     let (process, words) = spawn(Path::new("/bin/sh"), look, dir.path(), equipment).unwrap();

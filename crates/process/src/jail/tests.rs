@@ -1,4 +1,4 @@
-//! Processes in a jail.
+//! Tests of processes in a jail.
 
 use std::{
     os::unix::{
@@ -14,7 +14,7 @@ use seccompiler::{
 
 use super::*;
 
-/// Returns a filter under which the kernel makes no user namespace, as a security module's refusal.
+/// Returns a filter under which the kernel creates no user namespace, as if a security module refused it.
 fn refusal() -> BpfProgram {
     let flag = u64::from(libc::CLONE_NEWUSER.unsigned_abs());
     let asked =
@@ -25,7 +25,7 @@ fn refusal() -> BpfProgram {
     filter.try_into().unwrap()
 }
 
-/// Returns what `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
+/// Returns the output of `script` in a jail with `devices`. If `refused`, no user namespace is created.
 fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
     let dir = tempfile::tempdir().unwrap();
     said_in(Jail::new(dir.path(), &[], devices).unwrap(), script, refused)
@@ -65,7 +65,7 @@ fn where_no_user_namespace_is_made_all_else_holds() {
     }
 }
 
-/// Each of these does something else than refuse where there is no filter, or is refused for want of a capability.
+/// Without a filter, each of these calls does something other than refuse, or is refused for lack of a capability.
 #[test]
 fn calls_that_no_vmm_makes_are_refused() {
     let calls = [
@@ -89,7 +89,7 @@ fn calls_that_no_vmm_makes_are_refused() {
         ("shmget", libc::SYS_shmget),
     ];
     let numbers = calls.map(|(_, number)| number.to_string()).join(" ");
-    // Of Debian's base, as is the shell.
+    // Perl and the shell are in Debian's base.
     let script = format!(
         "exec perl -e 'print syscall($_, 0, 0, 0, 0, 0, 0) == -1 ? $!+0 : \"done\", \"\\n\" for @ARGV; \
          print socket(S, $_, 1, 0) ? \"done\" : $!+0, \"\\n\" for 1, 17, 38, 40' {numbers}"
@@ -101,7 +101,7 @@ fn calls_that_no_vmm_makes_are_refused() {
     for ((name, _), said) in calls.iter().zip(&said) {
         assert_eq!(*said, refused, "{name}");
     }
-    // Of Unix, packets, the kernel's cryptography, the host's vsock.
+    // Sockets of Unix, packets, the kernel's cryptography, and the host's vsock.
     assert_eq!(said[calls.len()..], ["done", &refused, &refused, &refused]);
 }
 
@@ -110,7 +110,7 @@ fn a_vmm_makes_no_process_and_changes_no_user_and_no_priority() {
     let calls = [
         ("fork", libc::SYS_fork),
         ("vfork", libc::SYS_vfork),
-        // As C's fork() makes it.
+        // The arguments of C's fork().
         ("clone", libc::SYS_clone),
         ("setuid", libc::SYS_setuid),
         ("setpriority", libc::SYS_setpriority),
@@ -133,7 +133,8 @@ fn a_vmm_makes_no_process_and_changes_no_user_and_no_priority() {
     assert_eq!(free, "forked", "without the filter this test would see nothing");
 }
 
-/// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.
+/// A VMM can open devices through a group that the jail's user namespace does not know, such as that of /dev/kvm.
+/// Files stand in for devices.
 #[test]
 fn what_a_group_may_open_is_opened_in_a_jail() {
     let dir = tempfile::tempdir().unwrap();
@@ -150,4 +151,20 @@ fn what_a_group_may_open_is_opened_in_a_jail() {
     );
     assert_eq!(jailed(&script, &[&groups, &roots], false), "opened\n");
     assert_eq!(fs::read(groups).unwrap(), b"x\n");
+}
+
+/// Where the kernel has the x32 interface, such a number is the native call, which the filters do not recognize by it.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn a_call_by_a_number_of_x32_ends_the_process() {
+    let call = |number: libc::c_long| {
+        format!(
+            "perl -e 'if (!fork) {{ syscall({number}); exit 0 }} wait; print $? & 127, \";\"'; echo whole"
+        )
+    };
+    for number in [libc::SYS_io_uring_setup, libc::SYS_getpid, 512] {
+        let said = jailed(&call(0x4000_0000 | number), &[], false);
+        assert_eq!(said, format!("{};whole\n", libc::SIGSYS), "{number}");
+    }
+    assert_eq!(jailed(&call(libc::SYS_getpid), &[], false), "0;whole\n");
 }

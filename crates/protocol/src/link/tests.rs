@@ -5,6 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::*;
+use crate::PROTOCOL_VERSION;
 
 fn ready() -> Ready {
     Ready { agent_version: "test".into(), ..Ready::default() }
@@ -59,8 +60,8 @@ async fn a_new_session_starts_after_half_a_frame_and_unread_answers() {
     let key = LinkKey::random();
     let mut host = echoing_guest(&key);
     greet(&mut host, &key).await.unwrap();
-    // Answers to these lie unread in the stream when the next daemon comes; the last bytes look
-    // like the beginning of a greeting.
+    // Responses to these are unread in the stream when the next daemon connects, and the last bytes look like the
+    // beginning of a greeting.
     host.write_all(&vec![7; 300_000]).await.unwrap();
     host.write_all(&key.0[..20]).await.unwrap();
     for _ in 0..3 {
@@ -81,7 +82,7 @@ async fn a_key_that_changes_ends_no_session_and_counts_for_the_next() {
     let mut session = accepted.recv().await.unwrap();
 
     keys.send_replace(new.clone());
-    // The old key is no greeting any more: an open session treats it as payload.
+    // The old key no longer starts a greeting: an open session treats it as payload.
     host.write_all(&old.0).await.unwrap();
     let mut payload = [0; LinkKey::LEN];
     session.read_exact(&mut payload).await.unwrap();
@@ -126,6 +127,36 @@ async fn another_version_is_refused_by_both_with_both_numbers() {
     drop(newer);
 }
 
+/// Returns the result of a greeting between peers that speak these versions, and whether it led to a session.
+async fn greeted(host: RangeInclusive<u32>, guest: RangeInclusive<u32>) -> (Result<Ready, LinkError>, bool) {
+    let key = LinkKey::random();
+    let (mut stream, port) = tokio::io::duplex(4096);
+    let (sessions, mut accepted) = mpsc::channel(1);
+    let guest_key = watch::Sender::new(key.clone()).subscribe();
+    let guest = tokio::spawn(async move { serve_in(port, guest_key, ready, sessions, guest).await });
+    let greeting = greet_in(&mut stream, &key, host).await;
+    guest.abort();
+    (greeting, accepted.try_recv().is_ok())
+}
+
+#[tokio::test]
+async fn either_end_may_be_a_release_older() {
+    for (host, guest) in [(6..=7, 6..=6), (6..=7, 5..=6), (6..=6, 6..=7), (5..=6, 6..=7), (6..=7, 6..=7)] {
+        let (greeting, has_session) = greeted(host.clone(), guest.clone()).await;
+        assert!(greeting.is_ok() && has_session, "{host:?} and {guest:?}: {greeting:?}");
+    }
+    for (host, guest) in [(7..=8, 5..=6), (5..=6, 7..=8)] {
+        let (greeting, has_session) = greeted(host.clone(), guest.clone()).await;
+        let newest = (*host.end(), *guest.end());
+        let said = greeting.as_ref().map(drop);
+        assert!(
+            matches!(said, Err(LinkError::Version { host, guest }) if (*host, *guest) == newest),
+            "{said:?}"
+        );
+        assert!(!has_session, "{host:?} and {guest:?} have a session");
+    }
+}
+
 #[tokio::test]
 async fn a_welcome_that_announces_too_much_is_refused_unread() {
     let key = LinkKey::random();
@@ -147,7 +178,7 @@ proptest! {
         after in proptest::collection::vec(any::<u8>(), 0..50),
         cuts in proptest::collection::vec(1_usize..20, 1..60),
     ) {
-        // A mark that repeats itself, so that partial matches overlap.
+        // The mark repeats itself, so that partial matches overlap.
         let mark = [0, 1, 0, 1, 0, 2];
         prop_assume!(Finder::new(&mark).find(&before).is_none());
         let joined = [&before[..], &mark].concat();
@@ -164,7 +195,7 @@ proptest! {
             let read = stream.len() - rest.len();
             prop_assert!(scanner.found() || seen == stream[..read], "bytes wait for more to come");
         }
-        // Behind what came before the mark there may be a beginning of it, never all.
+        // The bytes before the mark may be followed by a beginning of it, never by all of it.
         let beginning = seen.strip_prefix(&before[..]);
         prop_assert!(beginning.is_some_and(|part| part.len() < mark.len() && mark.starts_with(part)));
         prop_assert_eq!([&scanner.held[..], rest].concat(), after);

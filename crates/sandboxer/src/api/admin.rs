@@ -1,6 +1,6 @@
 //! The admin service: the state of a running daemon, for people and tools.
 
-use std::{pin::Pin, sync::Arc};
+use std::{collections::BTreeMap, pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
 use sandboxer_base::clock::now_ns;
@@ -15,13 +15,13 @@ use sandboxer_protocol::{
         ListTemplatesRequest, ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined,
         ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest,
         ShowQuarantinedRequest, ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse,
-        Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        Sysctl, Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use sandboxer_vmm::{VmmKey, console};
 use tonic::{Request, Response, Status};
 
-use super::{convert::grpc, places, quarantine, templates, traffic};
+use super::{convert::grpc, places, preflight, quarantine, templates, traffic};
 use crate::{
     events,
     pod::{
@@ -40,7 +40,7 @@ pub struct AdminService {
 }
 
 impl AdminService {
-    /// Returns the service for `node`, `recovered_pods` of whose pods were found running.
+    /// Creates the service for `node`, which found `recovered_pods` of its pods running.
     pub fn new(node: Arc<DaemonState>, recovered_pods: u32) -> Self {
         Self { node, started_at_ns: now_ns(), recovered_pods }
     }
@@ -71,6 +71,7 @@ impl Admin for AdminService {
             protocol_version: PROTOCOL_VERSION,
             worker_pid: std::process::id(),
             front_pid: self.node.front.pid(),
+            keeper_pid: self.node.front.keeper_pid(),
             vmm: vmm.name.to_owned(),
             vmm_version: vmm.version,
             accelerator: vmm.accelerator.to_owned(),
@@ -87,6 +88,9 @@ impl Admin for AdminService {
 
     async fn reload(&self, _: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
         let front = &self.node.front;
+        if let Some(why) = preflight::refusal(&self.node).await {
+            return Err(Status::failed_precondition(format!("cannot reload: {why}")));
+        }
         front.reload().map_err(|error| Status::failed_precondition(format!("cannot reload: {error}")))?;
         Ok(Response::new(ReloadResponse { reloads: front.reloads().count }))
     }
@@ -94,13 +98,14 @@ impl Admin for AdminService {
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
         let mut pods = Vec::new();
         for pod in self.node.registry.pods() {
-            // A pod that is removed meanwhile is no error of a list.
+            // A pod that is removed meanwhile does not make the list fail.
             if let Ok(message) = self.inspect(&pod).await {
                 pods.push(message);
             }
         }
         pods.sort_by(|a, b| (a.created_at_ns, &a.id).cmp(&(b.created_at_ns, &b.id)));
-        Ok(Response::new(ListPodsResponse { pods }))
+        let records_problem = self.node.journal.trouble().unwrap_or_default();
+        Ok(Response::new(ListPodsResponse { pods, records_problem }))
     }
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
@@ -113,7 +118,7 @@ impl Admin for AdminService {
             places::add_memory(place).await;
         }
         let jail_of = |pid| {
-            // A process that ends at this moment has none.
+            // A process that exits at this moment has no confinement.
             let seen = Confinement::of(pid).inspect_err(|error| {
                 tracing::debug!(pod = message.id, pid, %error, "cannot inspect a jail");
             });
@@ -267,7 +272,18 @@ fn pod_message(node: &DaemonState, view: PodView) -> Pod {
         interfaces: status.interfaces.iter().map(interface_message).collect(),
         jail: None,
         shares_jail: None,
+        sysctls: sysctls(&spec.node_sysctls, true).chain(sysctls(&spec.sysctls, false)).collect(),
+        container_limits: spec
+            .rlimits
+            .into_iter()
+            .map(|(name, [soft, hard])| Limit { name, soft, hard })
+            .collect(),
+        max_processes: spec.max_processes.unwrap_or_default(),
     }
+}
+
+fn sysctls(values: &BTreeMap<String, String>, of_node: bool) -> impl Iterator<Item = Sysctl> {
+    values.iter().map(move |(name, value)| Sysctl { name: name.clone(), value: value.clone(), of_node })
 }
 
 fn jail_message(seen: Confinement) -> Jail {

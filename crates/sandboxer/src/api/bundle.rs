@@ -1,11 +1,13 @@
 //! What containerd and the launcher write into a container's bundle about its pod.
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::{self, Read},
     path::{Path, PathBuf},
 };
 
+use oci_spec::runtime::LinuxResources;
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use serde::{Deserialize, de::DeserializeOwned};
 
@@ -15,18 +17,18 @@ use crate::{
     pod::container::spec::{MAX_SPEC, too_large},
 };
 
-/// CRI's annotations.
+/// CRI's annotations on a container.
 const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 /// Value of [`CONTAINER_TYPE`] for the container that stands for its pod.
 const SANDBOX: &str = "sandbox";
 
-/// The launcher's file.
+/// Name of the launcher's file in a bundle.
 const LAUNCHED: &str = "sandboxer.json";
-/// Its most bytes.
+/// Maximum size of the launcher's file, bytes.
 const MAX_LAUNCHED: u64 = 4096;
 
-/// What a bundle is for.
+/// The purpose of a bundle.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Bundle {
     /// A container of this pod.
@@ -35,7 +37,7 @@ pub enum Bundle {
     Sandbox,
 }
 
-/// The part of `config.json` that is read here.
+/// The fields of `config.json` that are read here.
 #[derive(Debug, Deserialize)]
 struct Annotated {
     #[serde(default)]
@@ -50,8 +52,8 @@ struct Annotations {
     sandbox_id: String,
 }
 
-/// Returns what the bundle of `container` is for. containerd 2.x writes the pod's id into a file; CRI writes it into the
-/// annotations.
+/// Returns the purpose of the bundle of `container`. containerd 2.x writes the pod's id into a file; CRI writes it into
+/// the annotations.
 pub fn read(container: &ContainerId, bundle: &Path) -> Result<Bundle, PodError> {
     let invalid = |reason: String| PodError::Invalid { subject: format!("container {container}"), reason };
     if let Ok(text) = fs::read_to_string(bundle.join("sandbox"))
@@ -95,6 +97,34 @@ pub fn containerd(container: &ContainerId, bundle: &Path) -> Result<PathBuf, Pod
             ),
         }
     })
+}
+
+/// Returns the sysctls in the specification of a pod's sandbox container: those CRI requests and those containerd adds.
+pub fn sysctls(bundle: &Path) -> BTreeMap<String, String> {
+    #[derive(Default, Deserialize)]
+    struct Spec {
+        #[serde(default)]
+        linux: Linux,
+    }
+    #[derive(Default, Deserialize)]
+    struct Linux {
+        #[serde(default)]
+        sysctl: BTreeMap<String, String>,
+    }
+    json::<Spec>(&bundle.join("config.json"), MAX_SPEC).unwrap_or_default().linux.sysctl
+}
+
+/// Returns the resources in the specification of a container.
+pub fn resources(bundle: &Path) -> Option<LinuxResources> {
+    #[derive(Deserialize)]
+    struct Spec {
+        linux: Linux,
+    }
+    #[derive(Deserialize)]
+    struct Linux {
+        resources: LinuxResources,
+    }
+    Some(json::<Spec>(&bundle.join("config.json"), MAX_SPEC).ok()?.linux.resources)
 }
 
 fn json<T: DeserializeOwned>(path: &Path, most: u64) -> io::Result<T> {

@@ -18,18 +18,21 @@ use crate::{
     error::PodError,
     pod::{
         container::spec::ROOTFS_SIZE,
-        quantity,
-        spec::{PodSpec, Room},
+        of_node, quantity,
+        spec::{KeptFromPool, PodSpec, Room},
     },
 };
 
-/// Longest hostname, bytes: `__NEW_UTS_LEN` of the kernel.
+/// Maximum length of a hostname, bytes: `__NEW_UTS_LEN` of the kernel.
 const MAX_HOSTNAME: usize = 64;
-/// Longest part of a name in DNS, bytes (RFC 1035).
+/// Maximum length of a label in DNS, bytes (RFC 1035).
 const MAX_LABEL: usize = 63;
 
 /// Annotation with the size of the disks of emptyDirs.
 const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
+
+/// Annotation with the place of image volumes: "disk", in the guest, or "share", on the host.
+const IMAGE_VOLUMES: &str = "io.sandboxer.image-volumes";
 
 /// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -66,7 +69,7 @@ pub fn pod_spec(
             )));
         }
     }
-    // containerd 2.x refuses it itself, for a runtime that does not announce it.
+    // containerd 2.x rejects this itself for a runtime that does not announce it.
     if namespaces.userns_options.is_some_and(|user| user.mode == NamespaceMode::Pod as i32) {
         return Err(PodError::Unsupported(format!(
             "pod {id}: a user namespace is not available in a microVM pod, which is separated from the host without one"
@@ -83,27 +86,32 @@ pub fn pod_spec(
         huge_pages::asked(&asked.annotations, &resources, config.placement.huge_pages).map_err(invalid)?;
     let own_network = !request.netns_path.is_empty();
     let host_ports = host_ports::asked(&asked.annotations, own_network).map_err(invalid)?;
-    let kept = SandboxMetadata::of(request).unwrap_or_default();
+    let sandbox = SandboxMetadata::of(request).unwrap_or_default();
     let disk_limits = limits::disk(&asked.annotations, &config.limits).map_err(invalid)?;
     let net_limits = limits::network(&asked.annotations, &config.limits, own_network).map_err(invalid)?;
-    let handler = config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default();
+    let handler = config.handlers.get(&sandbox.runtime_handler).copied().unwrap_or_default();
+    let kept = if huge_pages {
+        Some(KeptFromPool::HugePages)
+    } else {
+        (disk_limits != DiskLimits::configured(&config.limits)).then_some(KeptFromPool::DiskLimits)
+    };
+    let start_path = kept.map_or(handler.start_path, |kept| handler.start_path.min(kept.start_path()));
+    let image_volumes_on_disk = image_volumes_on_disk(&asked.annotations).map_err(invalid)?;
+    let max_processes = cgroups.max_processes(&linux.cgroup_parent);
+    let node_sysctls = of_node::sysctls(&config.containers);
+    if security.selinux_options.is_some_and(|options| !options.encode_to_vec().is_empty()) {
+        tracing::warn!(pod = %id, "no SELinux policy is loaded in a guest: the pod's seLinuxOptions have no effect");
+    }
     Ok(PodSpec {
         limits: size::limits(&resources),
         host_ports,
-        start_path: if huge_pages {
-            // Copies of a template share its memory, which is not in huge pages.
-            StartPath::Boot
-        } else if disk_limits == DiskLimits::configured(&config.limits) {
-            handler.start_path
-        } else {
-            // VMs of the pool have a disk already.
-            handler.start_path.min(StartPath::Template)
-        },
+        start_path,
+        kept_from_pool: kept.filter(|_| handler.start_path == StartPath::Pool),
         disk_limits,
         net_limits,
         vmm: handler.vmm,
         vcpus,
-        // A whole number of huge pages. All sizes are even but those that are configured.
+        // A whole number of huge pages. Only configured sizes can be odd.
         memory_mib: if huge_pages { memory_mib.next_multiple_of(2) } else { memory_mib },
         huge_pages,
         room: Room {
@@ -116,11 +124,15 @@ pub fn pod_spec(
         uid: metadata.uid,
         hostname,
         netns: own_network.then(|| request.netns_path.clone().into()),
-        ips: kept.ips(),
+        ips: sandbox.ips(),
         resolv_conf: asked.dns_config.as_ref().map(resolv_conf),
         cgroup_parent: linux.cgroup_parent,
         shared_pids: namespaces.pid == NamespaceMode::Pod as i32,
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
+        max_processes,
+        image_volumes_on_disk,
+        rlimits: of_node::rlimits(None, &config.containers, &node_sysctls),
+        node_sysctls,
         id: id.clone(),
     })
 }
@@ -158,16 +170,16 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
 }
 
-/// The parts read of containerd's metadata of a sandbox.
+/// The fields of containerd's sandbox metadata that are read here.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct SandboxMetadata {
     /// The pod's runtime handler.
     runtime_handler: String,
-    /// Its address from CNI; empty for a pod in the host's network.
+    /// The pod's IP address from CNI; empty for a pod in the host's network.
     #[serde(default, rename = "IP")]
     ip: String,
-    /// Its addresses of the other family.
+    /// The pod's IP addresses of the other family.
     #[serde(default, rename = "AdditionalIPs")]
     additional_ips: Option<Vec<String>>,
 }
@@ -186,6 +198,16 @@ impl SandboxMetadata {
     fn ips(&self) -> Vec<IpAddr> {
         let all = std::iter::once(&self.ip).chain(self.additional_ips.iter().flatten());
         all.filter_map(|ip| ip.parse().ok()).collect()
+    }
+}
+
+fn image_volumes_on_disk(annotations: &HashMap<String, String>) -> Result<bool, String> {
+    match annotations.get(IMAGE_VOLUMES).map(String::as_str) {
+        None | Some("disk") => Ok(true),
+        Some("share") => Ok(false),
+        Some(other) => {
+            Err(format!("annotation {IMAGE_VOLUMES} is {other:?}, it may be \"disk\" or \"share\""))
+        }
     }
 }
 
@@ -225,7 +247,7 @@ pub fn ttrpc(error: PodError) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
 }
 
-/// Converts an error of gRPC to ttrpc: the codes are the same.
+/// Converts a gRPC error to ttrpc: the codes are the same.
 pub fn ttrpc_status(status: &tonic::Status) -> ttrpc::Error {
     use protobuf::Enum;
     let code = ttrpc::Code::from_i32(i32::from(status.code())).unwrap_or(ttrpc::Code::UNKNOWN);
@@ -239,7 +261,7 @@ pub fn grpc_time(ns: u64) -> Option<prost_types::Timestamp> {
     (ns > 0).then_some(prost_types::Timestamp { seconds, nanos })
 }
 
-/// Converts ns since 1970 to a ttrpc timestamp; none for 0.
+/// Converts ns since 1970 to a ttrpc timestamp; `None` for 0.
 pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types::timestamp::Timestamp> {
     grpc_time(ns)
         .map(|time| protobuf::well_known_types::timestamp::Timestamp {
@@ -297,13 +319,19 @@ mod tests {
         };
         let own = asked(&config, "4Mi").unwrap();
         assert_eq!(
-            (own.start_path, own.disk_limits.bytes.unwrap().per_second),
-            (StartPath::Template, 4 << 20)
+            (own.start_path, own.kept_from_pool, own.disk_limits.bytes.unwrap().per_second),
+            (StartPath::Template, Some(KeptFromPool::DiskLimits), 4 << 20)
         );
+        // A pod whose runtime handler uses no pool is not counted as a miss.
+        let mut cold = config.clone();
+        let handler = sandboxer_config::Handler { start_path: StartPath::Boot, vmm: None };
+        cold.handlers.insert(String::new(), handler);
+        let cold = asked(&cold, "4Mi").unwrap();
+        assert_eq!((cold.start_path, cold.kept_from_pool), (StartPath::Boot, None));
         let refused = asked(&config, "0").unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
         assert!(refused.to_string().contains("io.sandboxer.disk-bps is \"0\""), "{refused}");
-        // Those of the pool have the configured limits.
+        // VMs of the pool have the configured limits.
         config.limits.disk_bps = Some(4 << 20);
         assert_eq!(asked(&config, "4Mi").unwrap().start_path, StartPath::Pool);
         let plain = pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap();

@@ -1,6 +1,6 @@
-//! CRI's description of a pod, as containerd keeps it with the pod's sandbox container: Go's messages as JSON.
+//! CRI's description of a pod, which containerd stores with the pod's sandbox container: Go's messages as JSON.
 //!
-//! It has all that a sandbox controller's `Create` gets. Fields that the daemon does not use are not read.
+//! It contains all that a sandbox controller's `Create` receives. Fields that the daemon does not use are not read.
 
 use std::collections::HashMap;
 
@@ -12,9 +12,9 @@ use prost::Message;
 use sandboxer_protocol::controller::{ControllerCreateRequest, types::Sandbox};
 use serde::Deserialize;
 
-/// The only version of this description.
+/// The only supported version of this description.
 const VERSION: &str = "v1";
-/// Name of the extension in which a sandbox controller gets it.
+/// Name of the extension in which a sandbox controller receives the description.
 const EXTENSION: &str = "metadata";
 
 #[derive(Debug, Deserialize)]
@@ -105,7 +105,8 @@ struct HugePages {
     limit: u64,
 }
 
-/// Returns the request for the pod `sandbox` that a sandbox controller would get, from containerd's description of it.
+/// Returns the request that a sandbox controller would get for the pod `sandbox`, from containerd's description of the
+/// pod.
 pub fn create_request(sandbox: &str, description: &[u8]) -> Result<ControllerCreateRequest, String> {
     let unreadable = |error| format!("cannot read CRI's description of it: {error}");
     let Versioned { version, metadata } = serde_json::from_slice(description).map_err(unreadable)?;
@@ -203,7 +204,7 @@ mod tests {
     use super::*;
     use crate::{api::convert::pod_spec, error::PodError, pod::spec::PodSpec};
 
-    /// As containerd 1.7 writes it; shortened.
+    /// A description as containerd 1.7 writes it, shortened.
     const DESCRIPTION: &str = r#"{"Version":"v1","Metadata":{"ID":"0a1b","Name":"web_e2e_uid-1_0",
         "Config":{"metadata":{"name":"web","uid":"uid-1","namespace":"e2e"},"hostname":"pod",
             "log_directory":"/var/log/pods/web","dns_config":{"servers":["192.0.2.53"],"searches":["e2e.svc"]},
@@ -271,7 +272,7 @@ mod tests {
             assert_eq!(error.code(), sandboxer_base::Code::Unimplemented);
             assert!(error.to_string().contains(says), "{error}");
         }
-        // Asked for none.
+        // No user namespace is requested.
         spec(&DESCRIPTION.replace(r#"{"pid":1}"#, r#"{"pid":1,"userns_options":{"mode":2}}"#)).unwrap();
     }
 

@@ -1,9 +1,12 @@
 //! Events for containerd's event bus, as a shim publishes them.
 //!
-//! CRI reads one of them: the OOM killer struck, which it turns into the reason `OOMKilled`. It learns all else by waiting on pods
-//! and tasks. The others are for other subscribers (`ctr events`).
+//! CRI reads only the OOM event, which it turns into the reason `OOMKilled`. It learns everything else by waiting on
+//! pods and tasks. The other events are for other subscribers (`ctr events`).
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
 
 use containerd_shim_protos::{
     api::ForwardRequest,
@@ -16,7 +19,11 @@ use containerd_shim_protos::{
         TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
     },
 };
-use tokio::sync::broadcast::{Receiver, error::RecvError};
+use sandboxer_protocol::id::SandboxId;
+use tokio::sync::{
+    broadcast::{Receiver, error::RecvError},
+    mpsc,
+};
 use ttrpc::context;
 
 use super::convert::ttrpc_time;
@@ -25,47 +32,64 @@ use crate::events::{Event, Kind};
 /// containerd's namespace for objects of CRI.
 const NAMESPACE: &str = "k8s.io";
 
-/// Time limit for one event, ns.
-const LIMIT: i64 = 5_000_000_000;
+/// Time limit for one event.
+const LIMIT: Duration = Duration::from_secs(5);
+/// Maximum number of events that wait for a containerd that hangs. An exit's event is sent once.
+const QUEUED: usize = 16 << 10;
 
 /// Forwards `events` to containerd at its ttrpc socket; ends with the daemon.
 ///
-/// Nothing waits for it: an event that containerd does not accept is logged and dropped, as if containerd did not
-/// run.
-pub async fn publish(socket: PathBuf, mut events: Receiver<Event>) {
-    // Connected at the first event, and again after a failure: containerd may have been restarted.
-    let mut connection = None;
+/// Nothing waits for it: an event that containerd does not accept is logged and dropped, as if containerd were not
+/// running.
+pub async fn publish(socket: PathBuf, events: Receiver<Event>) {
+    let (queue, queued) = mpsc::channel(QUEUED);
+    tokio::join!(collect(events, queue), send(socket, queued));
+}
+
+/// Queues events for containerd as fast as they arrive.
+async fn collect(mut events: Receiver<Event>, queue: mpsc::Sender<(SandboxId, Envelope)>) {
     loop {
         let event = match events.recv().await {
             Ok(event) => event,
             Err(RecvError::Lagged(lost)) => {
-                tracing::warn!(lost, "dropped events: containerd is too slow");
+                tracing::warn!(lost, "dropped events for containerd");
                 continue;
             }
             Err(RecvError::Closed) => return,
         };
         for (topic, message) in task_events(&event) {
-            let envelope = envelope(&event, topic, message);
-            publish_one(&mut connection, &socket, &event, envelope).await;
+            if queue.try_send((event.pod.clone(), envelope(&event, topic, message))).is_err() {
+                tracing::warn!(pod = %event.pod, topic, "dropped an event: containerd takes none");
+            }
         }
     }
 }
 
-/// Forwards one event; tries it twice.
+async fn send(socket: PathBuf, mut queued: mpsc::Receiver<(SandboxId, Envelope)>) {
+    // Connects at the first event, and again after a failure: containerd may have been restarted.
+    let mut connection = None;
+    while let Some((pod, envelope)) = queued.recv().await {
+        publish_one(&mut connection, &socket, &pod, envelope).await;
+    }
+}
+
+/// Forwards one event. Retries once, unless containerd accepts the connection and does not respond.
 async fn publish_one(
     connection: &mut Option<EventsClient>,
     socket: &Path,
-    event: &Event,
+    pod: &SandboxId,
     envelope: Envelope,
 ) {
+    let began = Instant::now();
     for attempt in [1, 2] {
         match forward(connection, socket, envelope.clone()).await {
             Ok(()) => break,
-            // The first attempt may have used a connection to a containerd that is gone.
+            // The first attempt may have used a connection to a containerd that has exited.
             Err(error) => {
                 *connection = None;
-                if attempt == 2 {
-                    tracing::warn!(pod = %event.pod, %error, ?socket, "cannot forward an event to containerd");
+                if attempt == 2 || began.elapsed() >= LIMIT {
+                    tracing::warn!(%pod, %error, ?socket, "cannot forward an event to containerd");
+                    break;
                 }
             }
         }
@@ -82,7 +106,7 @@ async fn forward(
         None => EventsClient::new(Client::connect(&format!("unix://{}", socket.display())).await?),
     };
     let request = ForwardRequest { envelope: MessageField::some(envelope), ..Default::default() };
-    client.forward(context::with_timeout(LIMIT), &request).await?;
+    client.forward(context::with_duration(LIMIT), &request).await?;
     *connection = Some(client);
     Ok(())
 }
@@ -98,7 +122,7 @@ fn envelope(event: &Event, topic: &str, (type_url, value): Message) -> Envelope 
     }
 }
 
-/// A message's type and bytes.
+/// A message's type URL and bytes.
 type Message = (&'static str, Vec<u8>);
 
 /// Returns the events of a task that a shim would publish, by topic.
@@ -118,7 +142,7 @@ fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
         (TASK_START_EVENT_TOPIC, packed("containerd.events.TaskStart", &message))
     };
     let exit = || {
-        // The id of the init is that of its container.
+        // The id of the init is its container's id.
         let id = if exec_id.is_empty() { container_id.clone() } else { exec_id.clone() };
         let message = TaskExit {
             container_id: container_id.clone(),
@@ -167,7 +191,7 @@ fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
 }
 
 fn packed(name: &'static str, message: &impl protobuf::Message) -> Message {
-    // Their lengths fit, so this cannot fail.
+    // The lengths fit, so this cannot fail.
     (name, message.write_to_bytes().unwrap_or_default())
 }
 

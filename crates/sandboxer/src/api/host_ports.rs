@@ -1,14 +1,14 @@
-//! Ports of the host that lead to a pod in the host's network: from its annotation.
+//! Host ports that lead to a pod in the host's network, from the pod's annotation.
 
 use std::collections::HashMap;
 
-/// Annotation with ports of the host that lead to a pod in the host's network.
+/// Annotation with the host ports that lead to a pod in the host's network.
 pub const ANNOTATION: &str = "io.sandboxer.host-ports";
 
-/// Maximum number of them.
+/// Maximum number of host ports per pod.
 const MAX: usize = 64;
 
-/// Returns the ports that these annotations ask for. `own_network`: the pod has one.
+/// Returns the host ports that these annotations request. `own_network`: whether the pod has its own network.
 pub fn asked(annotations: &HashMap<String, String>, own_network: bool) -> Result<Vec<u16>, String> {
     match annotations.get(ANNOTATION) {
         Some(_) if own_network => Err(format!(

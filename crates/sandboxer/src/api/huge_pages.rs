@@ -1,18 +1,19 @@
-//! Whether the memory of a pod's VM is in huge pages: from its annotation, else from its limits, else from the configuration.
+//! Decides whether the memory of a pod's VM is in huge pages: from its annotation, else its limits, else the
+//! configuration.
 
 use std::collections::HashMap;
 
 use k8s_cri::v1::LinuxContainerResources;
 
-/// Annotation that asks for huge pages.
+/// Annotation that requests huge pages.
 const ANNOTATION: &str = "io.sandboxer.huge-pages";
-/// Its values: the size of the pages as Kubernetes writes it, or none.
+/// Values of the annotation: the size of the pages in Kubernetes' notation, or none.
 const HUGE: &str = "2Mi";
 const NONE: &str = "none";
-/// The size of the pages as CRI writes it.
+/// Size of the pages in CRI's notation.
 const PAGE_SIZE: &str = "2MB";
 
-/// Returns whether a pod with these `annotations` and `limits` asks for huge pages; `configured` counts if it says nothing.
+/// Returns whether a pod with these `annotations` and `limits` requests huge pages; the default is `configured`.
 pub fn asked(
     annotations: &HashMap<String, String>,
     limits: &LinuxContainerResources,

@@ -8,25 +8,25 @@ use sandboxer_vmm::{DiskLimits, Rate};
 
 use crate::pod::quantity;
 
-/// Most seconds whose tokens a burst may hold.
+/// Maximum duration of a burst, seconds: it holds at most the tokens of this time.
 const LONGEST_BURST: u64 = 60;
 
-/// Largest burst of a network interface, bytes: the kernel counts it in 32 bits.
+/// Maximum burst of a network interface, bytes: the kernel counts it in 32 bits.
 const MOST_NET_BURST: u64 = u32::MAX as u64;
 
 /// The annotations of one limit.
 struct Names {
     rate: &'static str,
     burst: &'static str,
-    /// What the rate counts.
+    /// The unit of the rate.
     unit: &'static str,
 }
 
-/// What one limit can be.
+/// Bounds of one limit.
 struct Bounds {
     rates: RangeInclusive<u64>,
     most_burst: u64,
-    /// The configured limit, which holds if there is no annotation.
+    /// The configured limit, which applies if there is no annotation.
     most: Option<u64>,
 }
 
@@ -60,7 +60,7 @@ const RECEIVED: Names =
     Names { rate: "io.sandboxer.net-bps-rx", burst: "io.sandboxer.net-bps-rx-burst", unit: UNIT_BYTES };
 const SENT: Names =
     Names { rate: "io.sandboxer.net-bps-tx", burst: "io.sandboxer.net-bps-tx-burst", unit: UNIT_BYTES };
-/// Kubernetes' annotations of the same, in bits per second.
+/// Kubernetes' annotations for the same limit, in bits per second.
 const INGRESS: &str = "kubernetes.io/ingress-bandwidth";
 const EGRESS: &str = "kubernetes.io/egress-bandwidth";
 
@@ -72,8 +72,8 @@ pub fn disk(annotations: &HashMap<String, String>, config: &LimitsConfig) -> Res
     })
 }
 
-/// Returns the limits of each network interface of a pod with these annotations. `own_network`: it has one, unlike pods in the host's.
-/// The error names the annotation.
+/// Returns the limits of each network interface of a pod with these annotations. `own_network`: whether the pod has a
+/// network of its own. The error names the annotation.
 pub fn network(
     annotations: &HashMap<String, String>,
     config: &LimitsConfig,
@@ -85,7 +85,7 @@ pub fn network(
             Some(name) => Err(format!(
                 "annotation {name} is for pods with a network of their own: this one is in the host's network (hostNetwork)"
             )),
-            // Kubernetes ignores its own annotations there.
+            // Kubernetes ignores its own annotations for pods in the host's network.
             None => Ok(NetLimits::default()),
         };
     }
@@ -103,7 +103,7 @@ pub fn network(
     })
 }
 
-/// Returns the bytes per second of Kubernetes' annotation `name`.
+/// Returns the rate in Kubernetes' annotation `name`, bytes per second.
 fn bandwidth(name: &str, text: &str, bounds: &Bounds) -> Result<u64, String> {
     let allowed = bounds.allowed();
     match quantity::kubernetes(text).map(|bits| bits / 8).filter(|bytes| allowed.contains(bytes)) {
@@ -116,7 +116,7 @@ fn bandwidth(name: &str, text: &str, bounds: &Bounds) -> Result<u64, String> {
     }
 }
 
-/// Returns a limit within its bounds. `other`: the rate that another annotation asks for.
+/// Returns a limit within its bounds. `other`: the rate that another annotation requests.
 fn rate(
     annotations: &HashMap<String, String>,
     Names { rate, burst, unit }: &Names,

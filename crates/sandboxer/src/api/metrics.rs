@@ -29,17 +29,17 @@ use crate::pod::{
     stage_times::StageSummary,
 };
 
-/// Upper bounds of the buckets, µs: from a cached rootfs to the limit of a boot.
+/// Upper bounds of the buckets, µs: from a cached rootfs to the time limit of a boot.
 const BUCKETS_US: [u64; 14] = [
     100, 500, 1_000, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
     10_000_000, 60_000_000,
 ];
-/// Connections served at once; others wait.
+/// Maximum number of connections served at once; others wait.
 const CONNECTIONS: usize = 8;
-/// Time limit for a request's head.
+/// Time limit for the head of a request.
 const HEAD_LIMIT: Duration = Duration::from_secs(5);
 
-/// Serves until `shutdown`. An error of a client ends only its connection.
+/// Serves metrics until `shutdown`. An error of a client ends only its connection.
 pub async fn serve(
     listener: TcpListener,
     node: Arc<DaemonState>,
@@ -95,7 +95,7 @@ fn text(registry: &Registry) -> String {
     text
 }
 
-/// Reads the daemon's counters for each scrape.
+/// A collector that reads the daemon's counters at each scrape.
 #[derive(Debug)]
 struct Scrape(Arc<DaemonState>);
 
@@ -105,6 +105,13 @@ impl Collector for Scrape {
         let paths = node.start_paths.counts();
         gauge(&mut to, "pods", "Pods that this daemon knows", node.registry.pods().len())?;
         gauge(&mut to, "pool_vms", "VMs that wait for pods", node.pool.list().len())?;
+        let trouble = usize::from(node.journal.trouble().is_some());
+        gauge(
+            &mut to,
+            "records_unwritable",
+            "1: the last change of a pod's record failed (state_dir)",
+            trouble,
+        )?;
         nodes(&mut to, &node.placer)?;
         let starts = StartPath::ALL.map(|path| (path, paths.taken.get(&path).copied().unwrap_or(0)));
         counters(
@@ -145,7 +152,7 @@ fn gauge(to: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -
     gauge.encode(to.encode_descriptor(name, help, None, gauge.metric_type())?)
 }
 
-/// Writes what is placed on each NUMA node, if pods are placed.
+/// Writes the resources placed on each NUMA node, if pods are placed.
 fn nodes(to: &mut DescriptorEncoder<'_>, placer: &Placer) -> fmt::Result {
     if !placer.is_active() {
         return Ok(());

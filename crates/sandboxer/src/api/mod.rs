@@ -1,4 +1,4 @@
-//! The API: wire types in, typed requests inside; errors with the status code that callers expect.
+//! The API: converts wire types to typed requests, and errors to the status codes that callers expect.
 
 pub mod admin;
 mod bundle;
@@ -12,6 +12,7 @@ mod limits;
 pub mod metrics;
 pub mod peers;
 mod places;
+pub mod preflight;
 mod quarantine;
 pub mod sandbox;
 pub mod sandbox_container;

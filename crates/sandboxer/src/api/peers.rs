@@ -1,12 +1,12 @@
 //! Access control: only root and the daemon's own user may connect. The sockets have mode 0600 in a directory of mode
-//! 0700; this check still holds if somebody changed the modes, or passed a socket on.
+//! 0700; this check still holds if somebody changed the modes or passed a socket on.
 
 use std::io;
 
 use futures::{Stream, StreamExt, future};
 use tokio::net::UnixStream;
 
-/// Filters connections: those of other users are closed.
+/// Filters connections: closes those of other users.
 pub fn trusted<S>(incoming: S) -> impl Stream<Item = io::Result<UnixStream>> + Send + Unpin
 where
     S: Stream<Item = io::Result<UnixStream>> + Send + Unpin,

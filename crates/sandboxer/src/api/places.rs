@@ -1,4 +1,4 @@
-//! Requests of the admin service about where pods run.
+//! Requests of the admin service about the placement of pods.
 
 use std::{collections::BTreeMap, future::Future, sync::Arc};
 
@@ -12,7 +12,7 @@ use tonic::Status;
 use super::convert::grpc;
 use crate::pod::{DaemonState, PodView};
 
-/// Lists the nodes, and the place of the pod with this prefix of its id, or of all pods.
+/// Lists the NUMA nodes, and the places of all pods or of the pod whose id has this prefix.
 pub async fn list(node: &Arc<DaemonState>, id: &str) -> Result<ListPlacesResponse, Status> {
     let pods = match id {
         "" => node.registry.pods(),
@@ -20,7 +20,7 @@ pub async fn list(node: &Arc<DaemonState>, id: &str) -> Result<ListPlacesRespons
     };
     let mut places = Vec::new();
     for pod in pods {
-        // A pod that is removed meanwhile is no error of a list.
+        // A pod that is removed meanwhile does not make the list fail.
         if let Ok(view) = pod.inspect().await {
             let mut place = message(&view);
             add_memory(&mut place).await;
@@ -49,7 +49,7 @@ pub async fn list(node: &Arc<DaemonState>, id: &str) -> Result<ListPlacesRespons
     })
 }
 
-/// Moves a pod; its id is checked at once.
+/// Moves a pod. The id is checked before this returns.
 pub fn move_pod(
     node: &Arc<DaemonState>,
     request: &MovePodRequest,
@@ -109,7 +109,7 @@ pub async fn add_memory(place: &mut Place) {
         Ok(Ok(residence)) => {
             (place.memory, place.files) = (listed(residence.memory), listed(residence.files));
         }
-        // A process that ends at this moment has none.
+        // A process that exits at this moment has no memory.
         failed => tracing::debug!(pod = place.id, pid, ?failed, "cannot read where a VMM's memory is"),
     }
 }

@@ -28,14 +28,14 @@ pub async fn show(node: &DaemonState, name: String) -> Result<ShowQuarantinedRes
     Ok(ShowQuarantinedResponse { entry: Some(message(entry)), report, record })
 }
 
-/// Returns a record to the journal, for the next daemon.
+/// Moves a record back to the journal, for the next daemon.
 pub async fn release(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
     blocking(node, move |quarantine| quarantine.release(&name)).await.map(message)
 }
 
 /// Kills a quarantined pod and removes its files.
 pub async fn destroy(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
-    // A record of the same id may have been restored by hand since: then the pod is in use.
+    // A record of the same id may have been restored by hand since; then the pod is in use.
     let known = node.registry.pods().iter().map(|pod| pod.id().clone()).collect();
     blocking(node, move |quarantine| quarantine.destroy(&name, &known)).await.map(message)
 }

@@ -1,6 +1,11 @@
 //! containerd's sandbox controller: creates, starts, stops and removes pods.
 
-use std::{collections::HashMap, io, path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    path::Path,
+    sync::Arc,
+};
 
 use sandboxer_base::clock::now_ns;
 use sandboxer_protocol::{
@@ -19,9 +24,10 @@ use sandboxer_protocol::{
 };
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, transport::server::UdsConnectInfo};
 
 use super::{
+    bundle,
     convert::{grpc, grpc_time, id, pod_spec},
     quarantine,
     size::updated_limits,
@@ -31,7 +37,7 @@ use crate::pod::starts::Starts;
 use crate::{
     error::PodError,
     events::Kind,
-    pod::{self, DaemonState, PodHandle, container::stats, spec::PodSpec},
+    pod::{self, DaemonState, PodHandle, container::stats, of_node, spec::PodSpec},
     state::{PodState, PodStatus},
 };
 
@@ -44,26 +50,42 @@ pub struct SandboxService {
     node: Arc<DaemonState>,
     /// Address of the task service for every container.
     task_address: String,
-    /// This worker is shutting down.
+    /// Cancelled when this worker shuts down.
     ending: CancellationToken,
     starts: Arc<Starts>,
 }
 
 impl SandboxService {
-    /// Returns the service. `Start` returns `task_address`: `ttrpc+unix:///path`. Once `ending` is cancelled, no
-    /// caller waits.
+    /// Creates the service. `Start` returns `task_address`: `ttrpc+unix:///path`. Once `ending` is cancelled, no caller
+    /// waits.
     pub fn new(node: Arc<DaemonState>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
         Ok(Self { starts: Starts::of(node.clone())?, node, task_address, ending })
     }
 
-    /// Creates a pod. `bundle` is that of its sandbox container; `None`: the caller has a sandbox controller and needs none.
+    /// Creates a pod for the containerd with PID `by`. `bundle` is the bundle of its sandbox container; `None`: the
+    /// caller has a sandbox controller and needs none.
     pub(super) fn make(
         &self,
         request: &ControllerCreateRequest,
         bundle: Option<&Path>,
+        by: Option<i32>,
     ) -> Result<PodHandle, Status> {
+        let config = &self.node.config.containers;
         let spec = pod_spec(request, &self.node.config, &self.node.cgroups).map_err(grpc)?;
-        let spec = PodSpec { bundle: bundle.map(Path::to_owned), ..spec };
+        let mut spec = PodSpec {
+            bundle: bundle.map(Path::to_owned),
+            rlimits: of_node::rlimits(by, config, &spec.node_sysctls),
+            ..spec
+        };
+        // The sysctls that containerd adds to CRI's. With a sandbox container, they are in its specification.
+        let added = match bundle {
+            Some(bundle) => bundle::sysctls(bundle),
+            None if spec.netns.is_some() => config.sysctls.clone(),
+            None => BTreeMap::new(),
+        };
+        for (name, value) in added {
+            spec.sysctls.entry(name).or_insert(value);
+        }
         let sandbox = spec.id.clone();
         let status = PodStatus::created(now_ns());
         let node = self.node.clone();
@@ -77,7 +99,7 @@ impl SandboxService {
         Ok(pod)
     }
 
-    /// Notes that containerd has shown that it knows how the pod's start ended.
+    /// Records that containerd has shown that it knows the result of the pod's start.
     pub(super) fn shown(&self, pod: &PodHandle) {
         self.starts.shown(pod.id());
     }
@@ -97,7 +119,7 @@ impl SandboxService {
         }
     }
 
-    /// Returns the pod. `None`: it was unknown, and its VMM has been killed.
+    /// Returns the pod. `None`: the pod was unknown, and its VMM has been killed.
     async fn pod_or_killed(&self, sandbox: &str) -> Result<Option<PodHandle>, Status> {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => match quarantine::kill(&self.node, &id).await? {
@@ -109,14 +131,15 @@ impl SandboxService {
     }
 }
 
-/// The work of those requests that are traced.
+/// Implementations of the requests that are traced.
 impl SandboxService {
     async fn create_pod(
         &self,
         request: Request<ControllerCreateRequest>,
     ) -> Result<Response<ControllerCreateResponse>, Status> {
+        let by = request.extensions().get::<UdsConnectInfo>().and_then(|peer| peer.peer_cred?.pid());
         let request = request.into_inner();
-        self.make(&request, None)?;
+        self.make(&request, None, by)?;
         Ok(Response::new(ControllerCreateResponse { sandbox_id: request.sandbox_id }))
     }
 
@@ -243,7 +266,7 @@ impl Controller for SandboxService {
         self.starts.shown(pod.id());
         let status = tokio::select! {
             status = pod.stopped() => status.map_err(grpc)?,
-            // containerd retries.
+            // containerd retries after this error.
             () = self.ending.cancelled() => return Err(Status::unavailable("sandboxer is being restarted")),
         };
         Ok(Response::new(ControllerWaitResponse {
@@ -272,14 +295,14 @@ impl Controller for SandboxService {
             self.starts.shown(pod.id());
         }
         if status.state == PodState::Unknown && !status.overdue {
-            // Neither ready nor stopped: the caller keeps the last state, and retries.
+            // Neither ready nor stopped: the caller keeps the last state and retries.
             let (action, subject) = ("read the state", format!("pod {}", pod.id()));
             return Err(grpc(PodError::Unreached { action, subject, reason: status.reason }));
         }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
         if request.verbose {
-            // containerd reads from it only these fields of its own sandboxes, by these names.
+            // containerd reads only these fields, by these names, for its own sandboxes.
             let cri_info = json!({
                 "pid": status.vmm_pid,
                 "processStatus": if ready { "running" } else { "stopped" },
@@ -337,7 +360,7 @@ impl Controller for SandboxService {
     ) -> Result<Response<ControllerUpdateResponse>, Status> {
         let request = request.into_inner();
         let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
-        // Nothing else of what containerd keeps of a sandbox concerns the daemon.
+        // Nothing else that containerd stores with a sandbox concerns the daemon.
         if let Some(limits) = updated_limits(pod.id(), &request).map_err(grpc)? {
             pod.update_pod(limits).await.map_err(grpc)?;
         }

@@ -1,7 +1,7 @@
-//! The sandbox container: how a containerd without a sandbox controller sees a pod.
+//! The sandbox container: the form in which a containerd without a sandbox controller sees a pod.
 //!
-//! For such a containerd a pod is a container of its own, which runs a pause program. Here nothing runs in it: the container
-//! *is* the pod. Each request about it becomes one about the pod, to the same controller that other containerds use.
+//! For such a containerd, a pod is a container that runs a pause program. Here nothing runs in it: the container *is*
+//! the pod. Each request about it becomes a request about the pod, to the controller that other containerds use.
 //!
 //! | of the task service | of the controller |
 //! |---|---|
@@ -12,10 +12,17 @@
 //! | Delete | Shutdown |
 //! | Stats | Metrics |
 //!
-//! containerd removes the container's bundle after Delete, and also if it has lost the daemon and takes the pod for dead. So a pod
-//! without its bundle is removed here ([`remove_abandoned`]).
+//! containerd removes the container's bundle after Delete, and also if it has lost the daemon and takes the pod for
+//! dead. So a pod that has no bundle and that containerd does not know any more is removed here ([`remove_abandoned`]).
 
-use std::{future, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    ffi::OsStr,
+    future,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use containerd_shim_protos::api::{
     CreateTaskRequest, DeleteResponse, KillRequest, ProcessInfo, StateResponse, Status as TaskStatus,
@@ -52,9 +59,11 @@ use crate::{
 /// Signals that end a pause program: SIGINT, SIGQUIT, SIGKILL, SIGTERM.
 const ENDING: [u32; 4] = [2, 3, 9, 15];
 
-/// Time between two searches for pods without their bundles.
-const SEARCH_INTERVAL: Duration = Duration::from_secs(20);
-/// Time between two looks at a pod whose record is in quarantine.
+/// Interval of searches for pods without their bundles.
+pub const SEARCH_INTERVAL: Duration = Duration::from_secs(20);
+/// Number of consecutive searches in which a bundle must be missing.
+const LOOKS: u32 = 2;
+/// Interval of checks of a pod whose record is in quarantine.
 const HELD_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The sandbox containers of a node.
@@ -65,7 +74,7 @@ pub struct SandboxContainers {
 }
 
 impl SandboxContainers {
-    /// Returns the sandbox containers of the pods that `controller` serves.
+    /// Creates the service for sandbox containers of the pods that `controller` serves.
     pub fn new(node: Arc<DaemonState>, controller: Arc<SandboxService>) -> Self {
         Self { node, controller }
     }
@@ -76,7 +85,7 @@ impl SandboxContainers {
         pod.bundle().is_some().then_some(pod)
     }
 
-    /// Creates the pod and starts it. `again`: an earlier worker may have done it. Returns the VMM's pid.
+    /// Creates and starts the pod. `again`: whether an earlier worker may have done it. Returns the VMM's PID.
     pub async fn create(
         &self,
         id: &ContainerId,
@@ -88,7 +97,7 @@ impl SandboxContainers {
         if again && let Some(pod) = self.pod(id.as_str()).filter(|pod| pod.bundle() == Some(bundle)) {
             match pod.status().state {
                 PodState::Ready => return Ok(pod.status().vmm_pid),
-                // Its start is undone, since the earlier worker died.
+                // The earlier worker died, so its start is undone.
                 PodState::Stopping | PodState::Stopped => self.shutdown(id).await?,
                 PodState::Created | PodState::Starting | PodState::Unknown => return self.start(&pod).await,
             }
@@ -97,7 +106,8 @@ impl SandboxContainers {
         let socket = bundle::containerd(id, bundle).map_err(grpc)?;
         let description = containerd::description(&socket, namespace, id).await?;
         let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
-        let pod = self.controller.make(&request, Some(bundle))?;
+        let by = containerd::pid(&socket).await;
+        let pod = self.controller.make(&request, Some(bundle), by)?;
         self.start(&pod).await
     }
 
@@ -106,7 +116,8 @@ impl SandboxContainers {
         Ok(self.controller.start(Request::new(request)).await?.into_inner().pid)
     }
 
-    /// Notes that containerd knows that the pod has started. It starts its container then, which does nothing.
+    /// Handles the start of the sandbox container, which only shows that containerd knows that the pod has started.
+    /// Returns the VMM's PID.
     pub fn started(&self, pod: &PodHandle) -> Result<u32, PodError> {
         let status = pod.status();
         self.controller.shown(pod);
@@ -118,7 +129,7 @@ impl SandboxContainers {
         }
     }
 
-    /// Returns its state.
+    /// Returns the state of the sandbox container.
     pub fn state(&self, pod: &PodHandle) -> StateResponse {
         let status = pod.status();
         if status.state != PodState::Starting {
@@ -148,12 +159,13 @@ impl SandboxContainers {
                     ..Default::default()
                 }
             }
-            // This process exits: the front repeats the request. An answer would be the end of the pod.
+            // This process exits, and the front repeats the request. containerd would take a response for the end of
+            // the pod.
             Err(_) => future::pending().await,
         }
     }
 
-    /// Sends a signal, as to a pause program.
+    /// Handles a signal as a pause program would.
     pub async fn kill(&self, pod: &PodHandle, request: &KillRequest) -> Result<(), Status> {
         self.controller.shown(pod);
         if pod.status().state == PodState::Stopped {
@@ -166,7 +178,7 @@ impl SandboxContainers {
         Ok(())
     }
 
-    /// Removes a pod that has stopped or was never ready. Returns how it ended.
+    /// Removes a pod that has stopped or was never ready. Returns its exit.
     pub async fn delete(&self, pod: &PodHandle) -> Result<DeleteResponse, Status> {
         let status = pod.status();
         if task_status(&status) == TaskStatus::RUNNING {
@@ -189,7 +201,7 @@ impl SandboxContainers {
         self.controller.shutdown(Request::new(request)).await.map(drop)
     }
 
-    /// Returns its processes: the VMM.
+    /// Returns the processes of the sandbox container: the VMM.
     pub fn pids(&self, pod: &PodHandle) -> Vec<ProcessInfo> {
         let pid = pod.status().vmm_pid;
         if pid == 0 { Vec::new() } else { vec![ProcessInfo { pid, ..Default::default() }] }
@@ -200,12 +212,13 @@ impl SandboxContainers {
         pod.stats(None).await
     }
 
-    /// Returns the error for a pod whose record is in quarantine and whose VM runs: containerd must not take it for ended.
+    /// Returns the error for a pod whose record is in quarantine and whose VM runs: containerd must not take it for
+    /// stopped.
     pub async fn held(&self, id: &ContainerId) -> Result<Option<Status>, Status> {
         quarantine::held(&self.node, id).await
     }
 
-    /// Waits as long as the pod's record is in quarantine and its VM runs.
+    /// Waits while the pod's record is in quarantine and its VM runs.
     pub async fn wait_held(&self, id: &ContainerId) {
         while !matches!(self.held(id).await, Ok(None)) {
             tokio::time::sleep(HELD_INTERVAL).await;
@@ -218,15 +231,19 @@ impl SandboxContainers {
     }
 }
 
-/// Removes pods whose sandbox containers containerd has removed without a word to this daemon: it did so while no daemon
-/// answered. Runs as long as the daemon does.
-pub async fn remove_abandoned(node: Arc<DaemonState>) {
-    let mut search = tokio::time::interval(SEARCH_INTERVAL);
+/// Removes pods whose sandbox containers containerd removed while no daemon responded. Runs as long as the daemon, and
+/// searches every `interval`.
+pub async fn remove_abandoned(node: Arc<DaemonState>, interval: Duration) {
+    let mut search = tokio::time::interval(interval);
+    let mut looks: HashMap<ContainerId, Looks> = HashMap::new();
     loop {
         search.tick().await;
+        let mut earlier = std::mem::take(&mut looks);
         for pod in node.registry.pods() {
             let Some(bundle) = pod.bundle() else { continue };
-            if matches!(tokio::fs::try_exists(bundle).await, Ok(false)) {
+            let mut look = earlier.remove(pod.id()).unwrap_or_default();
+            look.at(&pod, bundle).await;
+            if look.missing >= LOOKS && is_forgotten(&node, &pod, bundle, look.containerd.as_deref()).await {
                 tracing::info!(pod = %pod.id(), "removing: containerd has removed its sandbox container");
                 if let Err(error) = pod.remove().await
                     && !matches!(error, PodError::Gone(_))
@@ -234,6 +251,56 @@ pub async fn remove_abandoned(node: Arc<DaemonState>) {
                     tracing::error!(pod = %pod.id(), error = chain(&error), "cannot remove a pod that containerd has forgotten");
                 }
             }
+            looks.insert(pod.id().clone(), look);
+        }
+    }
+}
+
+/// The results of the searches for a pod's bundle.
+#[derive(Debug, Default)]
+struct Looks {
+    /// Number of consecutive searches in which the bundle was missing.
+    missing: u32,
+    /// The socket of the pod's containerd.
+    containerd: Option<PathBuf>,
+}
+
+impl Looks {
+    async fn at(&mut self, pod: &PodHandle, bundle: &Path) {
+        // If the directory of all bundles is missing, it may be unmounted, which says nothing about one bundle.
+        let whole = async |path| matches!(tokio::fs::try_exists(path).await, Ok(true));
+        match tokio::fs::try_exists(bundle).await {
+            Ok(false) if whole(bundle.parent().unwrap_or(bundle)).await => self.missing += 1,
+            Ok(there) => {
+                self.missing = 0;
+                if there && self.containerd.is_none() {
+                    self.containerd = bundle::containerd(pod.id(), bundle).ok();
+                }
+            }
+            Err(_) => self.missing = 0,
+        }
+    }
+}
+
+/// Returns whether containerd has no task of a pod whose bundle is gone. Without a socket of containerd, only the
+/// bundle counts.
+async fn is_forgotten(node: &DaemonState, pod: &PodHandle, bundle: &Path, containerd: Option<&Path>) -> bool {
+    let configured = || {
+        let path = node.config.containerd_ttrpc.as_ref()?.to_str()?;
+        path.strip_suffix(".ttrpc").map(PathBuf::from)
+    };
+    let Some(socket) = containerd.map(Path::to_owned).or_else(configured) else { return true };
+    // The layout of containerd's directories.
+    let namespace = bundle.parent().and_then(Path::file_name).and_then(OsStr::to_str).unwrap_or_default();
+    match containerd::has_task(&socket, namespace, pod.id()).await {
+        Ok(false) => true,
+        Ok(true) => {
+            tracing::warn!(pod = %pod.id(), ?bundle, "a pod that containerd has is without its bundle");
+            false
+        }
+        Err(error) => {
+            tracing::warn!(pod = %pod.id(), ?bundle, error, "a pod without its bundle stays until containerd answers");
+            false
         }
     }
 }
@@ -243,7 +310,7 @@ fn task_status(status: &PodStatus) -> TaskStatus {
     match status.state {
         PodState::Created | PodState::Starting => TaskStatus::CREATED,
         PodState::Unknown if status.overdue => TaskStatus::STOPPED,
-        // Until the kernel has reported the VMM's end.
+        // Until the kernel has reported the VMM's exit.
         PodState::Ready | PodState::Stopping | PodState::Unknown => TaskStatus::RUNNING,
         PodState::Stopped => TaskStatus::STOPPED,
     }

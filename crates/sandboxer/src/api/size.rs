@@ -18,14 +18,14 @@ const VCPUS: &str = "io.sandboxer.vcpus";
 /// Annotation with the memory: MiB, or a number with Ki, Mi or Gi.
 const MEMORY: &str = "io.sandboxer.memory";
 
-/// Smallest memory a guest boots in, MiB.
+/// Minimum memory in which a guest boots, MiB.
 const MIN_MEMORY_MIB: u64 = 64;
 
-/// The smallest VM of a pod with limits, MiB: pods with small limits share its template, and their limits can be
-/// raised within it.
+/// Minimum memory of the VM of a pod with limits, MiB. Pods with small limits share its template, and their limits can
+/// be raised within it.
 const SMALLEST_LIMITED_MIB: u64 = 256;
 
-/// Number of sizes between a power of two and the next. So pods of different limits are copies of one template, and a
+/// Number of sizes between a power of two and the next. Few sizes let pods of different limits share a template, and a
 /// VM is at most an eighth larger than needed. The VMM keeps all memory that a guest ever touched, so a larger VM could
 /// exceed the pod's limit and overhead.
 const SIZES_PER_DOUBLING: u64 = 8;
@@ -35,8 +35,9 @@ const SHARES_PER_CPU: u64 = 1024;
 
 /// Returns the VM shape for a pod with these `annotations`, whose containers have these `limits` together.
 ///
-/// An annotation is a demand: one that cannot be met is an error. Limits are bounds: beyond the largest VM, or the
-/// host's `cpus`, the pod gets that maximum. A pod without a limit gets the default, and as many vCPUs as it requests.
+/// An annotation is a requirement: an error is returned if it cannot be met. Limits are bounds: beyond the largest VM,
+/// or the host's `cpus`, the pod gets that maximum. A pod without a limit gets the default, and as many vCPUs as it
+/// requests.
 pub fn shape(
     annotations: &HashMap<String, String>,
     limits: &LinuxContainerResources,
@@ -60,7 +61,7 @@ pub fn shape(
     Ok(Shape { vcpus, memory_mib, nics: 1 })
 }
 
-/// Returns what the containers may use together, as CRI gives it.
+/// Returns the total limits of the containers, as CRI passes them.
 pub fn limits(resources: &LinuxContainerResources) -> Limits {
     Limits {
         cpu_quota_us: resources.cpu_quota,
@@ -69,7 +70,7 @@ pub fn limits(resources: &LinuxContainerResources) -> Limits {
     }
 }
 
-/// Returns the same from UpdatePodSandboxResources, which containerd passes in an extension of the sandbox; `None` if
+/// Returns the limits in UpdatePodSandboxResources, which containerd passes in an extension of the sandbox; `None` if
 /// the request updates something else.
 pub fn updated_limits(
     pod: &SandboxId,
@@ -91,10 +92,10 @@ pub fn updated_limits(
     }))
 }
 
-/// Name of that extension.
+/// Name of the extension with updated limits.
 const UPDATED: &str = "updated-resources";
 
-/// The part of it that is read: CRI's message as Go writes it in JSON, without fields that are 0.
+/// The part of the extension that is read: CRI's message as Go writes it in JSON, without fields that are 0.
 #[derive(Debug, serde::Deserialize)]
 struct Updated {
     #[serde(rename = "Resources")]
@@ -133,20 +134,20 @@ fn asked_memory_mib(text: &str, most: u64) -> Result<u64, String> {
     }
 }
 
-/// Returns as many vCPUs as the containers may use at once; `None` without a limit.
+/// Returns the number of vCPUs that the containers may use at once; `None` without a limit.
 fn limited_vcpus(limits: &LinuxContainerResources) -> Option<u32> {
     let quota = u64::try_from(limits.cpu_quota).ok().filter(|quota| *quota > 0)?;
     let period = u64::try_from(limits.cpu_period).ok().filter(|period| *period > 0)?;
     Some(u32::try_from(quota.div_ceil(period)).unwrap_or(u32::MAX))
 }
 
-/// Returns as many vCPUs as the containers request together.
+/// Returns the number of vCPUs that the containers request together.
 fn requested_vcpus(limits: &LinuxContainerResources) -> u32 {
     let shares = u64::try_from(limits.cpu_shares).unwrap_or_default();
     u32::try_from(shares.div_ceil(SHARES_PER_CPU)).unwrap_or(u32::MAX)
 }
 
-/// Returns the memory that the containers may use plus what the guest needs, rounded to a shared size. `None`
+/// Returns the memory that the containers may use plus what the guest needs, MiB, rounded up to a shared size; `None`
 /// without a limit.
 fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     let bytes = u64::try_from(limits.memory_limit_in_bytes).ok().filter(|bytes| *bytes > 0)?;
@@ -159,8 +160,7 @@ fn rounded(mib: u64) -> u64 {
     mib.checked_next_multiple_of((power / SIZES_PER_DOUBLING).max(1)).unwrap_or(mib)
 }
 
-/// Removes from `limits` those that some container of the pod is without: kubelet adds up only the limits that
-/// exist.
+/// Removes from `limits` each limit that some container of the pod does not have: kubelet adds up only existing limits.
 pub fn without(limits: LinuxContainerResources, unlimited: Unlimited) -> LinuxContainerResources {
     LinuxContainerResources {
         cpu_quota: if unlimited.cpu { 0 } else { limits.cpu_quota },

@@ -1,5 +1,5 @@
-//! containerd's task service: the containers of all pods, on one socket. Pods that a containerd without a sandbox controller has
-//! made have a sandbox container, too: [`SandboxContainers`].
+//! containerd's task service: the containers of all pods, on one socket. Pods created by a containerd without a sandbox
+//! controller have a sandbox container, too: [`SandboxContainers`].
 
 use std::{collections::HashMap, path::Path, sync::Arc};
 
@@ -37,14 +37,14 @@ use crate::{
     front,
     pod::{
         DaemonState, PodHandle, ProcessView,
-        container::{Exit, NewContainer, Phase, StdioPaths, stats},
+        container::{Exit, NewContainer, Phase, StdioPaths, resources, stats},
     },
 };
 
-/// The service's name for containerd 2.x, and for 1.6 and 1.7: the messages are the same.
+/// Names of the service in containerd 2.x, and in 1.6 and 1.7: the messages are the same.
 const NAMES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
 
-/// Returns `tasks` under the names by which all versions of containerd call it.
+/// Returns `tasks` under the names that all versions of containerd use.
 pub fn services(tasks: Arc<TaskService>) -> HashMap<String, Service> {
     let [generated, _] = NAMES;
     let of = |name: &str| Some((name.to_owned(), create_task(tasks.clone()).remove(generated)?));
@@ -58,13 +58,13 @@ pub struct TaskService {
     sandboxes: SandboxContainers,
 }
 
-/// Metadata with containerd's namespace.
+/// Metadata key of containerd's namespace.
 const NAMESPACE: &str = "containerd-namespace-ttrpc";
-/// Its value, if there is none: that of CRI.
+/// Namespace of CRI, used if the metadata names none.
 const CRI_NAMESPACE: &str = "k8s.io";
 
 impl TaskService {
-    /// Returns the service for the pods of `node`, which `controller` serves.
+    /// Creates the service for the pods of `node`, which `controller` serves.
     pub fn new(node: Arc<DaemonState>, controller: Arc<SandboxService>) -> Self {
         Self { sandboxes: SandboxContainers::new(node.clone(), controller), node }
     }
@@ -78,13 +78,13 @@ impl TaskService {
         context.mh.flags & REPEATED != 0
     }
 
-    /// Returns the pod of the container, if a repeated create finds it created.
+    /// Returns the pod of the container, if this is a repeated create and the container exists.
     async fn made(&self, request: &CreateTaskRequest) -> Option<PodHandle> {
         let (pod, view) = self.process(&request.id, "").await.ok()?;
         (view.bundle == Path::new(&request.bundle)).then_some(pod)
     }
 
-    /// Returns the answer to the earlier deletion, if this one is a repetition.
+    /// Returns the exit from the earlier deletion, if this request is a repetition.
     fn deleted(&self, container: &ContainerId, exec: Option<&ExecId>) -> Option<Exit> {
         self.node.front.peek(&front::key(front::DELETED, container, exec))
     }
@@ -102,6 +102,9 @@ impl TaskService {
             return Err(PodError::Unsupported(text));
         }
         let pod = self.node.registry.pod(&sandbox)?;
+        if let Some(asked) = bundle::resources(Path::new(&request.bundle)) {
+            resources::check(&container, &asked)?;
+        }
         self.node.registry.insert_container(&container, &sandbox)?;
         let new = NewContainer {
             id: container.clone(),
@@ -139,8 +142,8 @@ impl TaskService {
     }
 }
 
-/// Returns the error of a container that cannot be created. UNIMPLEMENTED would make containerd retry in an older
-/// API, and report the error of that second call to its user.
+/// Returns the error for a container that cannot be created. UNIMPLEMENTED would make containerd retry in an older API,
+/// and report the error of that second call to its user.
 fn refused(error: ttrpc::Error) -> ttrpc::Error {
     match error {
         ttrpc::Error::RpcStatus(mut status) if status.code() == ttrpc::Code::UNIMPLEMENTED => {
@@ -151,7 +154,7 @@ fn refused(error: ttrpc::Error) -> ttrpc::Error {
     }
 }
 
-/// The work of those requests that are traced.
+/// Implementations of the requests that are traced.
 impl TaskService {
     async fn create_task(
         &self,
@@ -222,7 +225,7 @@ impl TaskService {
             };
             let asks_politely = exec.is_none() && signal.number != Signal::KILL;
             match self.pod_of(&of)?.deliver(of.clone(), exec, signal).await {
-                // A hung guest. After an error, containerd would never send the KILL that ends it.
+                // The guest hangs. After an error, containerd would never send the KILL that ends it.
                 Err(error) if asks_politely && error.code() == Code::DeadlineExceeded => {
                     tracing::warn!(container = %of, signal = request.signal, error = chain(&error), "guest did not acknowledge a signal");
                     Ok(())
@@ -343,7 +346,7 @@ impl Task for TaskService {
         let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await;
         let exit = match &ended {
             Ok(phase) => phase.exit().cloned(),
-            // Deleted; its last phase is known.
+            // The process was deleted; its last phase is known.
             Err(_) => None,
         };
         drop(ended);
@@ -420,8 +423,10 @@ impl Task for TaskService {
         self.nothing_runs_in_it("update", &request.id)?;
         let updated = async {
             let of = id("container id", &request.id)?;
-            let resources = request.resources.into_option().map(|any| any.value).unwrap_or_default();
-            self.pod_of(&of)?.update(of, resources).await
+            let asked = request.resources.into_option().map(|any| any.value).unwrap_or_default();
+            let pod = self.pod_of(&of)?;
+            resources::check_json(&of, &asked)?;
+            pod.update(of, asked).await
         };
         updated.await.map(|()| Empty::new()).map_err(ttrpc)
     }
@@ -462,7 +467,7 @@ impl Task for TaskService {
         Err(ttrpc(PodError::Unsupported(text)))
     }
 
-    /// Does nothing: containerd needs no task server for this container any more, but there is one for all. The
+    /// Does nothing: containerd no longer needs a task server for this container, but one server serves all. The
     /// container may be unknown.
     async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> Result<Empty> {
         Ok(Empty::new())
@@ -470,7 +475,7 @@ impl Task for TaskService {
 }
 
 impl TaskService {
-    /// Returns an error if this is a sandbox container.
+    /// Returns an error if `container` is a sandbox container.
     fn nothing_runs_in_it(&self, action: &str, container: &str) -> Result<()> {
         match self.sandboxes.pod(container) {
             None => Ok(()),
@@ -481,12 +486,13 @@ impl TaskService {
         }
     }
 
-    /// Returns the id, if it is that of no container.
+    /// Returns the id, if no container has it.
     fn unknown(&self, container: &str) -> Option<ContainerId> {
         id("container id", container).ok().filter(|of| self.pod_of(of).is_err())
     }
 
-    /// Returns an error if this is the sandbox container of a pod whose record is in quarantine and whose VM runs.
+    /// Returns an error if `container` is the sandbox container of a pod whose record is in quarantine and whose VM
+    /// runs.
     async fn not_held(&self, container: &str) -> Result<()> {
         let Some(of) = self.unknown(container) else { return Ok(()) };
         match self.sandboxes.held(&of).await {
@@ -505,7 +511,7 @@ impl TaskService {
     }
 }
 
-/// Returns an error for an exec of a sandbox container: it has none.
+/// Returns an error for an exec of a sandbox container, which has none.
 fn no_exec(pod: &PodHandle, exec: &str) -> Result<()> {
     let Some(exec) = optional_id("exec id", exec).map_err(ttrpc)? else { return Ok(()) };
     Err(ttrpc(PodError::NoExec { container: pod.id().clone(), exec }))

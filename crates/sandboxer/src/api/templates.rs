@@ -15,7 +15,7 @@ use crate::{
     template::{Kind, Shape, TemplateView},
 };
 
-/// Lists the templates, the pool, and how pods got their VMs.
+/// Lists the templates, the pool, and the start paths of pods.
 pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
     let pool = node.pool.list().into_iter().map(|warm| PooledVm {
@@ -36,7 +36,7 @@ pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Stat
     Ok(ListTemplatesResponse { templates, pool: pool.collect(), start_paths: taken.chain(missed).collect() })
 }
 
-/// Builds a template; VMM and size are checked at once.
+/// Builds a template. VMM and size are checked before this returns.
 pub fn build(
     node: Arc<DaemonState>,
     request: BuildTemplateRequest,
@@ -49,7 +49,7 @@ pub fn build(
     })
 }
 
-/// Reads a whole template; the answer says what is wrong with it.
+/// Verifies all files of a template; the response describes any damage.
 pub async fn verify(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
@@ -58,7 +58,7 @@ pub async fn verify(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, S
     Ok(Template { problem, ..message(view) })
 }
 
-/// Removes a template. Returns what it was.
+/// Removes a template and returns its last state.
 pub async fn remove(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
@@ -67,7 +67,7 @@ pub async fn remove(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, S
     Ok(message(view))
 }
 
-/// Finds a VMM by its name; the configured one for "".
+/// Returns the VMM of this name; the configured one for "".
 fn vmm(node: &DaemonState, name: &str) -> Result<VmmKey, Status> {
     let known = VmmName::ALL.into_iter().find(|known| known.as_str() == name);
     let asked = known.map(Some).or_else(|| name.is_empty().then_some(None));

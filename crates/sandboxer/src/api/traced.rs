@@ -1,4 +1,4 @@
-//! The spans of containerd's requests, in its trace: it sends its span as `traceparent`, by gRPC and by ttrpc.
+//! Spans of containerd's requests, within containerd's trace: it sends its span as `traceparent`, by gRPC and ttrpc.
 
 use tonic::{Request, Status, metadata::MetadataMap};
 use ttrpc::asynchronous::TtrpcContext;
@@ -11,7 +11,7 @@ use crate::{
 
 const TRACEPARENT: &str = "traceparent";
 
-/// Begins the span of a request by gRPC that concerns this sandbox.
+/// Begins the span of a gRPC request that concerns this sandbox.
 pub fn by_grpc<T>(
     node: &DaemonState,
     name: &'static str,
@@ -29,7 +29,7 @@ pub fn by_grpc<T>(
     span
 }
 
-/// Begins the span of a request by ttrpc that concerns this container.
+/// Begins the span of a ttrpc request that concerns this container.
 pub fn by_ttrpc(
     node: &DaemonState,
     name: &'static str,
@@ -49,7 +49,7 @@ pub fn by_ttrpc(
     span
 }
 
-/// Adds what a pod is called.
+/// Adds the pod's names.
 pub fn of_pod(span: &mut RequestSpan, pod: &PodHandle) {
     let PodName { namespace, name, uid } = pod.name();
     let names = [
@@ -65,12 +65,12 @@ pub fn of_pod(span: &mut RequestSpan, pod: &PodHandle) {
     }
 }
 
-/// Ends the span of a request by gRPC with its result.
+/// Ends the span of a gRPC request with its result.
 pub fn grpc_ended<T>(span: RequestSpan, result: &Result<T, Status>) {
     span.end(result.as_ref().err().map_or("", Status::message));
 }
 
-/// Ends the span of a request by ttrpc with its result.
+/// Ends the span of a ttrpc request with its result.
 pub fn ttrpc_ended<T>(span: RequestSpan, result: &ttrpc::Result<T>) {
     if span.is_on() {
         span.end(&result.as_ref().err().map(ToString::to_string).unwrap_or_default());

@@ -12,7 +12,7 @@ use crate::pod::PodView;
 /// Interval over which rates are measured.
 const OVER: Duration = Duration::from_millis(200);
 
-/// The traffic of a pod's interfaces, in the order of its status; empty for a pod without interfaces, or one that was
+/// The traffic of a pod's interfaces, in the order of the pod's status; empty if the pod has no interfaces or was
 /// removed meanwhile.
 #[derive(Debug, Default)]
 pub struct PodTraffic {
@@ -21,7 +21,7 @@ pub struct PodTraffic {
     offloads: Vec<Vec<&'static str>>,
 }
 
-/// Reads the counters twice and computes rates.
+/// Reads the counters twice and computes the rates.
 pub async fn read(view: &PodView) -> PodTraffic {
     let (Some(netns), [_, ..]) = (&view.spec.netns, view.status.interfaces.as_slice()) else {
         return PodTraffic::default();

@@ -1,7 +1,8 @@
 //! Serves ttrpc on the connections that the front passes on.
 //!
-//! containerd keeps a connection for each container, and a call that waits for its end. ttrpc's own server has two tasks and space for 32
-//! messages for each connection: 11 KiB of a pod's memory in the daemon. Here a connection is one task with a queue of bytes.
+//! containerd keeps one connection per container, and a call that waits for the container's exit. ttrpc's own server
+//! has two tasks and space for 32 messages per connection, which is 11 KiB per pod in the daemon. Here a connection is
+//! one task with a queue of bytes.
 //!
 //! ```text
 //! connection ─▶ request ─▶ task of the request ─▶ response ─▶ queue ─▶ connection
@@ -29,10 +30,10 @@ use ttrpc::{
 /// Services by name.
 type Services = Arc<HashMap<String, Service>>;
 
-/// No request is read while so many bytes of responses wait.
+/// Maximum bytes of waiting responses; while they are exceeded, no request is read.
 const MAX_WAITING: usize = 1 << 20;
 
-/// Serves these connections until it is dropped.
+/// Serves these connections until the returned future is dropped.
 pub fn serve(
     mut connections: mpsc::Receiver<io::Result<UnixStream>>,
     services: HashMap<String, Service>,
@@ -45,7 +46,7 @@ pub fn serve(
                 connection = connections.recv() => match connection {
                     Some(Ok(connection)) => drop(served.spawn(serve_one(connection, services.clone()))),
                     Some(Err(error)) => tracing::debug!(%error, "a task connection was lost"),
-                    // The front is gone: this process ends soon.
+                    // The front is gone, so this process ends soon.
                     None => return std::future::pending().await,
                 },
                 Some(_) = served.join_next() => {}
@@ -54,14 +55,14 @@ pub fn serve(
     }))
 }
 
-/// Serves one connection until it ends. Requests that are still worked on end with it.
+/// Serves one connection until it ends. Its pending requests end with it.
 async fn serve_one(mut stream: impl AsyncRead + AsyncWrite + Unpin, services: Services) {
     let (mut incoming, mut outgoing) = (Incoming::default(), Outgoing::default());
     let mut requests = JoinSet::new();
     let end = poll_fn(|cx| {
         loop {
             while let Poll::Ready(Some(responded)) = requests.poll_join_next(cx) {
-                // One that panicked has none.
+                // A task that panicked has no response.
                 if let Ok((stream, response)) = responded {
                     respond(&mut outgoing, stream, response);
                 }
@@ -105,7 +106,7 @@ fn with_status(status: Status) -> Response {
     Response { status: Some(status).into(), ..Default::default() }
 }
 
-/// Works on a request.
+/// Handles a request.
 async fn handle(services: Services, head: MessageHeader, payload: Vec<u8>) -> Response {
     if head.stream_id % 2 != 1 {
         return refused(Code::INVALID_ARGUMENT, "stream id must be odd");
@@ -158,7 +159,7 @@ mod tests {
 
     use super::*;
 
-    /// Answers with the payload and the flags; `wait` never.
+    /// A service that returns the payload and the flags; `wait` never returns.
     struct Echo;
 
     #[async_trait]

@@ -1,4 +1,4 @@
-//! `sandboxer-front WORKER ARGUMENT…`: `sandboxer` executes it. See the crate of that name.
+//! `sandboxer-front WORKER ARGUMENT…`, which `sandboxer` executes. See the crate of that name.
 
 use std::{
     env,
@@ -11,9 +11,9 @@ use std::{
 
 use sandboxer_front::{Build, FrontError, MAX_SILENCE};
 
-/// Option of the front that runs: read the state in this descriptor.
+/// Option passed by the running front: check the state in this descriptor.
 const CHECK: &str = "--check-state";
-/// Option: take the place of the front that has written it.
+/// Option: replace the front that wrote the state in this descriptor.
 const RESUME: &str = "--resume";
 const USAGE: &str = "usage: sandboxer-front WORKER ARGUMENT…; run sandboxer instead, which executes this";
 
@@ -22,7 +22,7 @@ fn main() -> ExitCode {
     match run(&arguments) {
         Some(Ok(code)) => code,
         Some(Err(error)) => {
-            // If the log is gone, the exit code must still be the same.
+            // Even if the log cannot be written, the exit code must be the same.
             let _ = match std::error::Error::source(&error) {
                 Some(source) => writeln!(stderr(), "sandboxer-front: {error}: {source}"),
                 None => writeln!(stderr(), "sandboxer-front: {error}"),
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns none if the arguments are wrong.
+/// Runs the front; returns `None` if the arguments are wrong.
 fn run(arguments: &[OsString]) -> Option<Result<ExitCode, FrontError>> {
     match arguments {
         [option, fd] if option == CHECK => {
@@ -53,7 +53,7 @@ fn run(arguments: &[OsString]) -> Option<Result<ExitCode, FrontError>> {
     }
 }
 
-/// Returns the build that takes this one's place at a reload: the program of this name beside the worker.
+/// Returns the build that replaces this one at a reload: the program of this name next to the worker.
 fn build(arguments: &[OsString]) -> Option<Build> {
     let program = PathBuf::from(arguments.first()?).with_file_name("sandboxer-front");
     Some(Build { program, check: CHECK.into(), resume: RESUME.into(), arguments: arguments.to_vec() })
@@ -61,6 +61,6 @@ fn build(arguments: &[OsString]) -> Option<Build> {
 
 fn descriptor(number: &OsString) -> Option<OwnedFd> {
     let fd = number.to_str()?.parse().ok().filter(|fd| *fd > 2)?;
-    // SAFETY: the front that runs has opened it for this program, which owns nothing else of this number.
+    // SAFETY: the running front has opened it for this program, which owns nothing else of this number.
     Some(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -1,15 +1,14 @@
-//! Bounds how much starts at once. Further starts wait in FIFO order.
+//! Bounds the number of concurrent starts. Further starts wait in FIFO order.
 //!
-//! There are two gates, for two kinds of work that compete for processors: VMs that boot
-//! or are restored, and disks that are built from container images. A pod that takes a VM from
-//! the pool does not pass the first gate.
+//! There are two gates, for two kinds of work that compete for processors: VMs that boot or are restored, and disks
+//! that are built from container images. A pod that takes a VM from the pool does not pass the first gate.
 //!
-//! No permit is held across a call to a guest in which a container has run: a guest may answer as slowly as it
-//! likes, and its work uses its own processors. So a container's permit is released when its disks
-//! are built, before they are attached. A VM's permit is held until its agent has answered: until then all code
-//! in it is ours, and `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has created them
-//! before the pod starts here, and the few calls that connect taps to them are serialised by the kernel's own lock (by the code;
-//! not measured).
+//! No permit is held across a call to a guest in which a container has run: such a guest may respond as slowly as it
+//! likes, and its work uses its own processors. So a container's permit is released when its disks are built, before
+//! they are attached. A VM's permit is held until its agent has responded: until then all code in it is ours, and
+//! `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has created them before the pod starts
+//! here, and the few calls that connect taps to them are serialised by the kernel's own lock (by the code; not
+//! measured).
 
 use std::time::Duration;
 
@@ -21,9 +20,9 @@ use tokio::{
 /// The kinds of work that have gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// A VM boots or is restored.
+    /// Booting or restoring a VM.
     Vm,
-    /// The disks of a container are built.
+    /// Building the disks of a container.
     Container,
 }
 
@@ -36,7 +35,7 @@ pub struct Admission {
     under_way: watch::Sender<usize>,
 }
 
-/// Work that a caller waits for. Counted until dropped.
+/// Marks work that a caller waits for, until it is dropped.
 #[derive(Debug)]
 pub struct Urgent<'a>(&'a watch::Sender<usize>);
 
@@ -72,8 +71,8 @@ impl Admission {
         Urgent(&self.under_way)
     }
 
-    /// Waits until no caller has waited for at least `lull`. A start consists of several calls, with short gaps between
-    /// them: work that begins in such a gap competes with the next call.
+    /// Waits until no caller has waited for at least `lull`. A start consists of several calls with short gaps: work
+    /// that begins in such a gap competes with the next call.
     pub async fn quiet(&self, lull: Duration) {
         let mut under_way = self.under_way.subscribe();
         loop {
@@ -137,8 +136,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever comes, gives up and leaves in whichever order: never more inside than there are
-        /// places, none empty while somebody waits, and those that wait get in as they came.
+        /// Whatever the order in which waiters arrive, give up and leave: there are never more inside than places, no
+        /// place is empty while somebody waits, and waiters enter in order of arrival.
         #[test]
         fn places_are_bounded_used_and_given_in_order(
             places in 1_usize..5,

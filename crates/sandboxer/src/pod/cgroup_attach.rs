@@ -1,4 +1,4 @@
-//! Moves a pooled VMM into its pod's control group.
+//! Moves a pooled VMM into its pod's cgroup.
 
 use std::{convert::Infallible, io, path::PathBuf, sync::Arc};
 
@@ -9,20 +9,20 @@ use tokio::{sync::oneshot, task::JoinHandle};
 use super::{DaemonState, spec::PodSpec, undo::Undo};
 use crate::error::PodError;
 
-/// The move of a pooled VMM into its pod's control group; other VMMs are created there. The kernel waits for an RCU grace period,
-/// 5 to 17 ms on two cores, so the move runs in parallel. A container's start waits for it, and so does the VMM's end, after
-/// which another process may have its PID.
+/// The move of a pooled VMM into its pod's cgroup; other VMMs are created there. The kernel waits for an RCU grace
+/// period, 5 to 17 ms on two cores, so the move runs in parallel. A container's start waits for it. So does the VMM's
+/// exit, because another process may have its PID afterwards.
 #[derive(Debug)]
 pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
 
 impl CgroupAttach {
-    /// Same as [`CgroupAttach::begin`], for a VMM that an earlier daemon may have moved already.
+    /// Starts to move the VMM, unless an earlier daemon has moved it already.
     pub fn go_on(node: &DaemonState, spec: &PodSpec, vm: &Arc<dyn Vm>) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
         if cgroup.holds(vm.record().pid) { None } else { Self::begin(node, spec, vm, oneshot::channel().0) }
     }
 
-    /// Starts to move the VMM; returns none if the pod has no control group. Drops `over` at the end.
+    /// Starts to move the VMM; returns `None` if the pod has no cgroup. Drops `over` at the end.
     fn begin(
         node: &DaemonState,
         spec: &PodSpec,
@@ -34,16 +34,16 @@ impl CgroupAttach {
         let moved = tokio::task::spawn_blocking(move || {
             let _over = over;
             pass(format_args!("before the VMM is counted"));
-            // The VMM comes last: where it is tells the next daemon that all are there.
+            // The VMM is moved last: its cgroup shows the next daemon that all processes have been moved.
             vm.helpers().into_iter().chain([vm.record().pid]).try_for_each(|pid| cgroup.enter(pid))
         });
         Some(Self(moved))
     }
 
-    /// Waits until the VMM is in the control group.
+    /// Waits until the VMM is in the cgroup.
     pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
         match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
-            // It has exited; the task that watches it reports that.
+            // The VMM has exited; the task that watches it reports that.
             Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
             moved => moved.map_err(|(path, source)| PodError::Path {
                 pod: spec.id.clone(),
@@ -55,7 +55,7 @@ impl CgroupAttach {
     }
 }
 
-/// Starts to move a VMM into the pod's control group.
+/// Starts to move a VMM into the pod's cgroup.
 pub fn counted(
     node: &DaemonState,
     spec: &PodSpec,

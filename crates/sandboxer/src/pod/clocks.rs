@@ -1,7 +1,7 @@
 //! Keeps the clocks of all guests in step with the host's.
 //!
-//! One timer serves all guests: an idle guest is woken once a minute, and the daemon with it. Guests that follow a
-//! clock of their VMM are asked once.
+//! One timer serves all guests, so an idle guest is woken once a minute, and the daemon with it. Guests that follow a
+//! clock of their VMM are compared once.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -14,12 +14,12 @@ use crate::state::PodState;
 
 /// Interval of comparisons. The agent's time constant assumes it (`timekeeper.rs` there).
 const INTERVAL: Duration = Duration::from_secs(64);
-/// Number of guests that are asked in parallel.
+/// Maximum number of guests compared in parallel.
 const AT_ONCE: usize = 4;
-/// Time limit per guest. A guest that does not answer delays only those behind it.
+/// Time limit per guest. A guest that does not respond delays only those behind it.
 const LIMIT: Duration = Duration::from_secs(2);
 
-/// Compares clocks for ever.
+/// Compares the clocks of all guests forever.
 pub async fn keep(node: Arc<DaemonState>) {
     let mut done = HashSet::new();
     loop {

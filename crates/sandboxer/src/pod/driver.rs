@@ -1,15 +1,21 @@
 //! The task that owns a pod.
 //!
-//! It handles requests and results of work one at a time, and never blocks:
-//! slow work runs in other tasks and comes back as [`Done`]. So status and stop are handled
-//! while a start is in progress, and no lock is needed.
+//! It handles requests and results of work one at a time, and never blocks: slow work runs in other tasks, whose
+//! results come back as [`Done`]. So status and stop are handled while a start is in progress, and no lock is needed.
 
 mod placement;
 mod processes;
 mod requests;
 mod results;
 
-use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpListener, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    convert::Infallible,
+    future::Future,
+    net::TcpListener,
+    sync::Arc,
+    time::Duration,
+};
 
 use futures::FutureExt;
 use sandboxer_base::chain;
@@ -26,14 +32,15 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
+use self::placement::HostCpus;
 use super::{
     ContainerView, DaemonState, Moved, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     placer::{Placement, Seat},
     readings::{Quiet, Readings},
     recover::{Reached, Resolved, Unreached},
-    resize::Resizer,
-    spec::{Limits, PodSpec},
+    resize::{Change, Resizer},
+    spec::PodSpec,
     stages::Stages,
     start::Up,
     volumes::Volumes,
@@ -41,19 +48,26 @@ use super::{
 use crate::{
     error::PodError,
     events::PodName,
-    front,
+    front::{self, Kept},
     pod::container::{
         Container, Exit, NewContainer, Process, StdioPaths,
-        io::{RunningIo, Subject},
+        io::{Io, Subject},
         start::{Created, RunningVm},
     },
     share::Shares,
     state::{PodState, PodStatus},
 };
 
-/// Keys at the front of an exec's FIFOs and of a closed stdin.
+/// Kinds of the front's entries for an exec's FIFOs and for a closed stdin.
 pub(super) const EXEC: &str = "exec";
 pub(super) const CLOSED: &str = "closed";
+/// Kind of the front's entry with the number of the last reported event of a pod's OOM killer.
+const OOM_KILLS: &str = "oom-kills";
+
+/// Delay before a record that could not be written is retried; it doubles each time.
+const FIRST_REWRITE: Duration = Duration::from_secs(1);
+/// Maximum delay before such a retry.
+const MAX_REWRITE: Duration = Duration::from_secs(30);
 
 /// Spawns the task of a pod. `found` is what an earlier daemon left running.
 pub fn spawn(
@@ -89,7 +103,7 @@ fn driver(
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
-    let helpers = node.volumes.helpers.clone();
+    let helpers = node.volumes.helpers.of(&spec.uid);
     let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = Volumes::new(store, shares, disk_bytes);
@@ -103,6 +117,9 @@ fn driver(
     });
     node.events.name(&spec.id, name.clone());
     let quiet = Quiet::on(node.vmms.get(node.vmms.key(spec.vmm).unwrap_or_default()).info().accelerator);
+    for (id, container) in found.containers.iter().filter(|(_, container)| !container.init.has_exited()) {
+        resizer.add(id, container.limits.clone());
+    }
     let bundle = spec.bundle.as_deref().map(Into::into);
     let handle = PodHandle { id: spec.id.clone(), name, bundle, requests, status: status.subscribe() };
     let driver = Driver {
@@ -128,12 +145,15 @@ fn driver(
         resizer: Arc::new(resizer),
         size,
         being_made: HashMap::new(),
+        execs_being_made: HashSet::new(),
         cancel: CancellationToken::new(),
         start_waiters: Vec::new(),
         stop_waiters: Vec::new(),
         remove_waiters: Vec::new(),
+        removing: false,
         work: JoinSet::new(),
         records: 0,
+        unwritten: None,
     };
     (driver, receiver, handle)
 }
@@ -144,23 +164,23 @@ pub type Containers = HashMap<ContainerId, Box<Container>>;
 /// What an earlier daemon left of a pod; empty for a new pod.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// Its VM and agent, if they answer.
+    /// The pod's VM and agent, if they respond.
     pub reached: Option<Reached>,
-    /// Its VMM, if that runs but VM and agent do not answer.
+    /// The pod's VMM, if it runs but VM and agent do not respond.
     pub unreached: Option<Arc<Unreached>>,
-    /// Its containers.
+    /// The pod's containers.
     pub containers: Containers,
-    /// Its live shares.
+    /// The pod's live shares.
     pub shares: Option<Shares>,
-    /// Where it is placed.
+    /// The pod's placement.
     pub placement: Placement,
-    /// What its VMM is confined to.
+    /// The CPUs and memory nodes that the VMM is confined to.
     pub placed: Bounds,
 }
 
 /// Finished work and its result.
 enum Done {
-    /// Work that does not change the pod's state.
+    /// Work that does not change the pod's state has finished.
     Nothing,
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
@@ -169,20 +189,34 @@ enum Done {
     GuestLost(PodError),
     ContainerCreated {
         new: Box<NewContainer>,
-        stages: Stages,
         result: Result<Box<Created>, PodError>,
+        reply: Reply<()>,
+    },
+    /// The record with a created container was written, or could not be.
+    ContainerRecorded {
+        of: ContainerId,
+        intent: Kept,
+        result: Result<(), JournalError>,
+        reply: Reply<()>,
+    },
+    /// A created container without an owner was removed from its guest, or could not be.
+    ContainerUndone {
+        of: ContainerId,
+        intent: Kept,
+        why: PodError,
+        result: Result<(), PodError>,
         reply: Reply<()>,
     },
     ExecCreated {
         of: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
-        result: Result<crate::pod::container::io::Io, PodError>,
+        result: Result<Io, PodError>,
         reply: Reply<()>,
     },
     ProcessStarted {
         subject: Subject,
-        result: Result<(u32, RunningIo), PodError>,
+        result: Result<u32, PodError>,
         reply: Reply<()>,
     },
     ProcessEnded {
@@ -205,15 +239,46 @@ enum Done {
         result: Result<(Seat, Moved), PodError>,
         reply: Reply<Moved>,
     },
-    /// Limits of a container, or of all together, have changed: the latter are these now.
-    Limited {
-        limits: Limits,
-        /// The size of the VM after that; `None`: unknown.
-        size: Option<Shape>,
+    /// The guest's OOM killer killed processes of these containers; `seen`: the number of its last event.
+    OutOfMemory {
+        of: Vec<ContainerId>,
+        seen: u64,
     },
+    /// Limits of a container, or of all together, have changed in the guest, or could not be changed.
+    Limited(Limited),
+    /// Changed limits were recorded, or could not be.
+    LimitsRecorded {
+        written: Result<(), JournalError>,
+        /// The change of the VM's size.
+        change: Option<Change>,
+        is_changed: bool,
+    },
+    /// A record was written, or could not be.
+    Written(Result<(), JournalError>),
+    /// The pause before the next attempt to write the record has passed.
+    Rewrite(Duration),
     /// The VM has this size; `None`: unknown.
     Measured(Option<Shape>),
     Removed(Result<(), PodError>),
+}
+
+/// A container whose creation is in progress.
+struct Making {
+    stages: Stages,
+    /// Cancels the creation.
+    cancel: CancellationToken,
+    /// Callers that wait for the container's deletion.
+    deletions: Vec<Reply<Exit>>,
+}
+
+/// A change of limits that the guest has applied or rejected.
+struct Limited {
+    /// The container, with the new CPUs and memory nodes of the host that it may use; `None`: the pod.
+    of: Option<(ContainerId, HostCpus)>,
+    /// The change of the VM's size.
+    change: Option<Change>,
+    result: Result<(), PodError>,
+    reply: Reply<()>,
 }
 
 struct Driver {
@@ -222,44 +287,50 @@ struct Driver {
     link_key: LinkKey,
     status: watch::Sender<PodStatus>,
     stages: Stages,
-    /// Set while the pod is ready.
+    /// The VM and its agent, while the pod is ready.
     live: Option<RunningVm>,
-    /// Set while the state of an earlier daemon's pod is unknown, and until its VMM has exited.
+    /// The VMM of an earlier daemon's pod, while the pod's state is unknown, and until the VMM has exited.
     unreached: Option<Arc<Unreached>>,
-    /// The VM is being stopped.
+    /// Whether the VM is being stopped.
     ending: bool,
     /// The fault of the guest for which its VM is being killed.
     lost: Option<PodError>,
-    /// What its VMM was last confined to.
+    /// The CPUs and memory nodes that the VMM was last confined to.
     placed: Bounds,
-    /// Where it is placed.
+    /// The pod's placement.
     placement: Placement,
-    /// Completes when that is done.
+    /// Completes when the VMM has been confined or moved.
     placing: Option<oneshot::Receiver<Infallible>>,
-    /// Whether its VMM is in the pod's control group; closed without a value if the move failed. None: it is.
+    /// Whether the VMM is in the pod's cgroup; closed without a value if the move failed. `None`: it is there.
     counted: Option<watch::Receiver<bool>>,
-    /// Forwards ports while the pod is ready.
+    /// The task that forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
-    /// Its listeners on the host.
+    /// The pod's listeners on the host.
     host_ports: Vec<TcpListener>,
     containers: Containers,
     volumes: Arc<Volumes>,
     resizer: Arc<Resizer>,
-    /// The size of its VM, as far as this daemon knows.
+    /// The size of the pod's VM, as far as this daemon knows.
     size: Shape,
-    /// Statistics that its guest has reported.
+    /// Statistics that the guest has reported.
     readings: Arc<Readings>,
-    /// Containers that are being created.
-    being_made: HashMap<ContainerId, Stages>,
+    /// Containers whose creation is in progress, until it is recorded or undone.
+    being_made: HashMap<ContainerId, Making>,
+    /// Execs whose creation is in progress.
+    execs_being_made: HashSet<(ContainerId, ExecId)>,
     /// Cancels a start in progress, and container starts that wait for admission.
     cancel: CancellationToken,
     start_waiters: Vec<Reply<()>>,
     stop_waiters: Vec<Reply<()>>,
     remove_waiters: Vec<Reply<()>>,
+    /// Whether the pod is being removed.
+    removing: bool,
     work: JoinSet<Done>,
     journal: PodJournal,
     /// Number of records written so far.
     records: u64,
+    /// The delay before the next attempt, if the last record could not be written.
+    unwritten: Option<Duration>,
 }
 
 impl Driver {
@@ -268,12 +339,13 @@ impl Driver {
             tokio::select! {
                 request = requests.recv() => match request {
                     Some(request) => self.handle(*request),
-                    // All handles are dropped: the daemon exits. VMs stay.
+                    // All handles are dropped: the daemon exits. VMs keep running.
                     None => return,
                 },
                 Some(done) = self.work.join_next() => match done {
                     Ok(Done::Removed(result)) => {
                         let removed = result.is_ok();
+                        self.removing = false;
                         self.answer_removed(result);
                         if removed {
                             return;
@@ -286,13 +358,13 @@ impl Driver {
         }
     }
 
-    // ── looking ─────────────────────────────────────────────────────────────────────────────────
+    // ── state ───────────────────────────────────────────────────────────────────────────────────
 
     fn state(&self) -> PodState {
         self.status.borrow().state
     }
 
-    /// Checks that the pod may go to this state.
+    /// Returns an error if the pod must not change to this state.
     fn may_become(&self, to: PodState) -> Result<(), PodError> {
         let from = self.state();
         if from.may_become(to) {
@@ -332,7 +404,7 @@ impl Driver {
         container.process_mut(exec).ok_or_else(|| no_exec(of, exec))
     }
 
-    /// Checks that a process exists and has not ended.
+    /// Returns an error if a process does not exist or has exited.
     fn running(&self, of: &ContainerId, exec: Option<&ExecId>) -> Result<(), PodError> {
         match self.process(of, exec)?.has_exited() {
             true => Err(PodError::ProcessEnded(of.clone())),
@@ -351,7 +423,7 @@ impl Driver {
         })
     }
 
-    /// Returns the size of its VM, as far as this daemon knows, with the interfaces that it has.
+    /// Returns the size of the pod's VM, as far as this daemon knows, with the VM's current interfaces.
     fn shape(&self) -> Shape {
         let nics = self.spec.shape(self.status.borrow().interfaces.len()).nics;
         Shape { nics, ..self.size }
@@ -387,7 +459,7 @@ impl Driver {
         }
     }
 
-    /// Waits until the VMM is in the pod's control group. A VMM that could not be moved has been killed.
+    /// Waits until the VMM is in the pod's cgroup. A VMM that could not be moved has been killed.
     fn until_counted(&self) -> impl Future<Output = ()> + Send + use<> {
         let counted = self.counted.clone();
         async move {
@@ -397,7 +469,7 @@ impl Driver {
         }
     }
 
-    // ── what outlives this worker ───────────────────────────────────────────────────────────────
+    // ── state that outlives this worker ─────────────────────────────────────────────────────────
 
     /// Stores a note about a process at the front.
     fn note(
@@ -415,7 +487,7 @@ impl Driver {
         })
     }
 
-    /// Removes the notes about a process from the front and, for a container's init, those about its execs.
+    /// Removes the notes about a process from the front and, for a container's init, the notes about its execs.
     fn forget_process(&self, of: &ContainerId, exec: Option<&ExecId>, execs: &[ExecId]) {
         for exec in std::iter::once(exec).chain(execs.iter().map(Some)) {
             for kind in [EXEC, CLOSED] {
@@ -454,26 +526,47 @@ impl Driver {
         async move { journal.write(number, record).await }
     }
 
+    /// Writes the current state of the pod to the journal; retries if that fails.
     fn save(&mut self) {
-        let (written, pod) = (self.next_record(), self.spec.id.clone());
-        self.work.spawn(written.map(move |result| {
-            if let Err(error) = result {
-                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
-            }
-            Done::Nothing
+        let written = self.next_record();
+        self.work.spawn(written.map(Done::Written));
+    }
+
+    /// Sends the result after the change is in the journal. If the write fails, the result is still true, and the write
+    /// is retried.
+    fn save_then<T: Send + 'static>(&mut self, reply: Reply<T>, result: Result<T, PodError>) {
+        let written = self.next_record();
+        self.work.spawn(written.map(move |written| {
+            answer(reply, result);
+            Done::Written(written)
         }));
     }
 
-    /// Sends the answer after its content is in the journal.
-    fn save_then<T: Send + 'static>(&mut self, reply: Reply<T>, result: Result<T, PodError>) {
-        let (written, pod) = (self.next_record(), self.spec.id.clone());
-        self.work.spawn(written.map(move |recorded| {
-            if let Err(error) = recorded {
-                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
+    fn written(&mut self, written: Result<(), JournalError>) {
+        let Err(error) = written else {
+            if self.unwritten.take().is_some() {
+                tracing::info!(pod = %self.spec.id, "the pod's record is written again");
             }
-            answer(reply, result);
-            Done::Nothing
-        }));
+            return;
+        };
+        if self.unwritten.is_some() {
+            return;
+        }
+        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot write the pod's record: it is out of date until that works");
+        self.rewrite_after(FIRST_REWRITE);
+    }
+
+    /// Writes the record after a pause, unless another has been written by then.
+    fn rewrite_after(&mut self, pause: Duration) {
+        self.unwritten = Some(pause);
+        self.work.spawn(tokio::time::sleep(pause).map(move |()| Done::Rewrite(pause)));
+    }
+
+    fn rewrite(&mut self, pause: Duration) {
+        if self.unwritten == Some(pause) {
+            self.rewrite_after((2 * pause).min(MAX_REWRITE));
+            self.save();
+        }
     }
 }
 
@@ -484,8 +577,8 @@ fn no_exec(of: &ContainerId, exec: Option<&ExecId>) -> PodError {
     }
 }
 
-fn journal_failed(spec: &PodSpec, error: JournalError) -> PodError {
-    PodError::Failed { subject: format!("pod {}", spec.id), reason: chain(&error) }
+fn journal_failed(spec: &PodSpec, error: &JournalError) -> PodError {
+    PodError::Failed { subject: format!("pod {}", spec.id), reason: chain(error) }
 }
 
 /// Sends the same result to all waiters.
@@ -496,7 +589,7 @@ fn answer_all(waiters: impl IntoIterator<Item = Reply<()>>, result: Result<(), P
     }
 }
 
-/// Sends the answer. A caller that has gone is no error.
+/// Sends the result. A caller that has gone is not an error.
 fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
     let _ = reply.send(result);
 }

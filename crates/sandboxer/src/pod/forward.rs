@@ -1,9 +1,10 @@
-//! Port-forward: containerd connects to localhost in the pod's network namespace, and reaches the same port of
-//! the guest's loopback. Host ports of a hostNetwork pod are forwarded in the same way.
+//! Port forwarding: containerd connects to localhost in the pod's network namespace, and reaches the same port of the
+//! guest's loopback. Host ports of a hostNetwork pod are forwarded in the same way.
 
 use std::{io, net, path::Path, sync::Arc, time::Duration};
 
 use futures::{FutureExt, future};
+use rustix::net::sockopt;
 use sandboxer_base::chain;
 use sandboxer_guest::{Agent, GuestError};
 use sandboxer_host::network::{namespace, steer};
@@ -20,19 +21,24 @@ use tokio::{
 
 use crate::error::PodError;
 
-/// Maximum connections of a pod at once: half of the agent's limit.
+/// Maximum number of concurrent connections of a pod: half of the agent's limit.
 const MAX_CONNECTIONS: usize = 128;
 /// Size of a copy buffer, bytes.
 const CHUNK: usize = 64 << 10;
-/// Pause after a connection that could not be accepted.
+/// Pause after a failure to accept a connection.
 const RESPITE: Duration = Duration::from_millis(100);
-/// How long the guest may be silent after the client closed its side: nothing shows whether it still listens.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Interval of checks whether a client that has closed its side still listens. A guest may be silent for as long as it
+/// wants meanwhile. The kernel probes the client's kernel, which replies only for an open socket.
+const LOOK: Duration = Duration::from_secs(10);
+/// Time of silence after which the kernel sends the first probe.
+const QUIET: Duration = Duration::from_secs(60);
+/// Number of unanswered probes after which the client counts as gone.
+const QUESTIONS: u32 = 6;
 
-/// Forwards connections to the loopback of the pod's namespace `netns`, until it is dropped.
+/// Forwards connections to the loopback of the pod's namespace `netns`, until the returned future is dropped.
 pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
     if let Err(error) = try_serve(&pod, netns, agent).await {
-        // The pod works without it.
+        // The pod works without port forwarding.
         tracing::warn!(%pod, error = chain(&error), "cannot forward ports to the pod");
     }
 }
@@ -50,24 +56,24 @@ async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), Po
     carry(pod, vec![steered.listener], agent).await.map_err(failed)
 }
 
-/// Forwards connections of `listeners` on the host to the same ports of the pod, until it is dropped.
+/// Forwards connections of `listeners` on the host to the same ports of the pod, until the returned future is dropped.
 pub async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
     if let Err(error) = carry(&pod, listeners, agent).await {
         tracing::error!(%pod, error = chain(&error), "cannot forward the host's ports to the pod");
     }
 }
 
-/// Forwards connections until it is dropped.
+/// Forwards connections until the returned future is dropped.
 async fn carry(pod: &SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) -> io::Result<()> {
     let listeners: Vec<_> = listeners.into_iter().map(TcpListener::from_std).collect::<Result<_, _>>()?;
-    // By this, the agent tells this daemon from an earlier one.
+    // The agent distinguishes this daemon from an earlier one by this number.
     let owner = rand::random();
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     future::join_all(listeners.iter().map(|listener| accept(pod, listener, &agent, owner, &places))).await;
     Ok(())
 }
 
-/// Accepts connections of one listener, for ever.
+/// Accepts connections of one listener forever.
 async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u64, places: &Arc<Semaphore>) {
     let mut connections = JoinSet::new();
     loop {
@@ -95,13 +101,13 @@ async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u
                     drop(place);
                 });
             }
-            // Drop finished ones.
+            // Drop finished connections.
             Some(_) = connections.join_next() => {}
         }
     }
 }
 
-/// Why a forwarded connection ended early.
+/// The reason why a forwarded connection ended early.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
     #[error(transparent)]
@@ -110,12 +116,14 @@ enum Ended {
     Host(#[from] io::Error),
     #[error("the guest sent {0} bytes at once, at most {CHUNK} are taken")]
     TooMuch(usize),
-    #[error("the guest was silent for {SILENCE:?} after the last word of the other side")]
-    Silent,
 }
 
 async fn forward(stream: TcpStream, agent: &Agent, owner: u64) -> Result<(), Ended> {
     let port = stream.local_addr()?.port();
+    sockopt::set_socket_keepalive(&stream, true).map_err(io::Error::from)?;
+    sockopt::set_tcp_keepidle(&stream, QUIET).map_err(io::Error::from)?;
+    sockopt::set_tcp_keepintvl(&stream, LOOK).map_err(io::Error::from)?;
+    sockopt::set_tcp_keepcnt(&stream, QUESTIONS).map_err(io::Error::from)?;
     let connection = match agent.dial(port, owner).await {
         Ok(connection) => connection,
         Err(error) => {
@@ -159,10 +167,10 @@ async fn out_of_guest(
 ) -> Result<(), Ended> {
     let said_all = said_all.shared();
     loop {
-        let silence = said_all.clone().then(|_| tokio::time::sleep(SILENCE));
+        let gone = said_all.clone().then(|_| gone(to.as_ref()));
         let data = tokio::select! {
             data = agent.read_connection(connection) => data?,
-            () = silence => return Err(Ended::Silent),
+            error = gone => return Err(error.into()),
         };
         if data.len() > CHUNK {
             return Err(Ended::TooMuch(data.len()));
@@ -175,8 +183,19 @@ async fn out_of_guest(
     }
 }
 
+/// Waits until the client of a connection is gone. The client's side is closed, so reading cannot detect this.
+async fn gone(stream: &TcpStream) -> io::Error {
+    loop {
+        tokio::time::sleep(LOOK).await;
+        match stream.take_error() {
+            Ok(None) => {}
+            Ok(Some(error)) | Err(error) => return error,
+        }
+    }
+}
+
 /// Resets a connection, as if no process listened.
 fn refuse(stream: TcpStream) {
-    // Without a reset, the client would see an empty answer.
+    // Without a reset, the client would see an empty response.
     let _ = stream.set_zero_linger();
 }

@@ -1,5 +1,5 @@
-//! Host ports of hostNetwork pods. A worker listens on them, and the front keeps the sockets for the
-//! next worker; without a worker, clients wait.
+//! Host ports of hostNetwork pods. A worker listens on them, and the front keeps the sockets for the next worker;
+//! clients wait while no worker runs.
 
 use std::{
     net::TcpListener,
@@ -35,7 +35,8 @@ pub fn listen(front: &Arc<Front>, pod: &PodSpec) -> Result<Vec<TcpListener>, Pod
     listeners
 }
 
-/// Returns the host ports of a running pod. Without a front they were released meanwhile, and other processes may have taken some.
+/// Returns the listeners of a running pod. Without a front the ports were released meanwhile, and other processes may
+/// have taken some.
 pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
     let listen = |&port: &u16| {
         if let Some(kept) = front.take(&key(pod, port)).and_then(|mut entry| entry.fds.pop()) {
@@ -55,7 +56,7 @@ pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
     pod.host_ports.iter().filter_map(listen).collect()
 }
 
-/// Releases them. They are free on return, even if `listeners` or the front's copies are still open.
+/// Releases the pod's host ports. They are free on return, even if `listeners` or the front's copies are still open.
 pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
     for listener in listeners {
         if let Err(error) = shutdown(listener.as_raw_fd(), Shutdown::Both) {

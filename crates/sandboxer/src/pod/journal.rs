@@ -1,8 +1,7 @@
 //! The records of pods on disk, so that the daemon may die at any moment.
 //!
-//! There is one JSON file per pod. It is replaced by a rename, so a reader sees the
-//! old record or the new one, never a part. The previous record is kept, in case a disk
-//! returns corrupt data:
+//! There is one JSON file per pod. It is replaced by a rename, so a reader sees either the old or the new record, never
+//! a part. The previous record is kept, in case a disk returns corrupt data:
 //!
 //! ```text
 //! state_dir/pods/<pod>.json     the record
@@ -10,9 +9,9 @@
 //! state_dir/pods/<pod>.new      while it is written
 //! ```
 //!
-//! A record is written (to the page cache) before its content is reported to any caller. That is enough for the next daemon, and
-//! no caller waits for the disk: a record is lost only if the host dies, and then every VM is lost too. [`sync`] writes it to disk
-//! right after, for the daemon of the next boot, which reports the ended pods to containerd.
+//! A record is written (to the page cache) before its content is reported to any caller. That is enough for the next
+//! daemon, and no caller waits for the disk: a record is lost only if the host dies, and then every VM is lost too.
+//! [`sync`] writes it to disk right after, for the daemon of the next boot, which reports the ended pods to containerd.
 
 mod sync;
 
@@ -20,34 +19,38 @@ use std::{
     fs::{self, File},
     io::{self, Write},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
-use sandboxer_base::failpoint::pass;
+use sandboxer_base::{
+    chain,
+    failpoint::{fail, pass},
+};
 use sandboxer_host::volume::Needed;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkKey,
 };
-use sandboxer_vmm::{DiskSpec, VmRecord};
+use sandboxer_vmm::{DiskRecord, VmRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
 use super::{placer::PlacementRecord, spec::PodSpec};
 use crate::{
+    error::tolerate,
     pod::container::{Exit, StdioPaths},
     share::ShareRecord,
     state::{PodState, PodStatus},
 };
 
-/// Version of the records this daemon writes.
+/// Version of the records that this daemon writes.
 ///
-/// After a rollback, the previous release must find its pods, so it has to be able to read a record. A new field is therefore
-/// not written while it is empty, and has a default. The previous release does not know
-/// [`PodRecord::readable_from`] yet and rejects unknown fields; from this one on, a daemon reads the record of a later
-/// version if that field allows it, and ignores unknown fields.
+/// After a rollback, the previous release must find its pods, so it has to be able to read a record. A new field is
+/// therefore not written while it is empty, and has a default. The previous release does not know
+/// [`PodRecord::readable_from`] yet and rejects unknown fields. From this release on, a daemon reads the record of a
+/// later version if that field allows it, and ignores unknown fields.
 pub const RECORD_VERSION: u32 = 2;
-/// The oldest version that can still be read.
+/// The oldest version that this daemon can read.
 const OLDEST_VERSION: u32 = 1;
 
 /// File extension of a previous record.
@@ -56,32 +59,32 @@ const BEFORE: &str = "before";
 /// Maximum size of a record, bytes.
 const MAX_RECORD: u64 = 4 << 20;
 
-/// All that the next daemon needs to adopt a pod.
+/// The state that the next daemon needs to adopt a pod.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PodRecord {
-    /// [`RECORD_VERSION`] of the writer.
+    /// The writer's [`RECORD_VERSION`].
     pub version: u32,
-    /// The oldest version whose daemons can read it, if that is not its own.
+    /// The oldest version whose daemons can read the record, if that is not the record's own version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub readable_from: Option<u32>,
     /// The requested pod.
     pub spec: PodSpec,
-    /// Its state.
+    /// The pod's state.
     pub status: PodStatus,
-    /// Key of the link to its agent.
+    /// Key of the link to the pod's agent.
     pub link_key: LinkKey,
-    /// Its VM; none before the start and after the end.
+    /// The pod's VM; `None` before the start and after the end.
     #[serde(rename = "machine")]
     pub vm: Option<VmRecord>,
-    /// Its containers.
+    /// The pod's containers.
     pub containers: Vec<ContainerRecord>,
-    /// Volumes that its guest has.
+    /// Volumes that the pod's guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
-    /// Where it is placed; none: nowhere.
+    /// The pod's placement; `None`: not placed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<PlacementRecord>,
-    /// The server process of its live shares, in records of version 1. Since then, the run directory has it.
+    /// The server process of the pod's live shares, in records of version 1. Since then, it is in the run directory.
     #[serde(default, skip_serializing)]
     pub shares: Option<ShareRecord>,
 }
@@ -89,30 +92,31 @@ pub struct PodRecord {
 /// A container of a recorded pod.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ContainerRecord {
-    /// Its id.
+    /// The container's id.
     pub id: ContainerId,
-    /// Its bundle directory.
+    /// The container's bundle directory.
     pub bundle: PathBuf,
-    /// Disks attached for it.
-    pub disks: Vec<DiskSpec>,
-    /// Path of its termination message on the host.
+    /// Disks attached for the container.
+    pub disks: Vec<DiskRecord>,
+    /// Path of the container's termination message on the host.
     #[serde(default)]
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, as a list; none: all.
+    /// CPUs of the host that the container may use, as a list; `None`: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<String>,
-    /// Memory nodes of the host that it may use, as a list; none: all.
+    /// Memory nodes of the host that the container may use, as a list; `None`: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mems: Option<String>,
-    /// Its memory limit, bytes; negative: none. 0: not specified, or not known to the daemon that wrote the record.
+    /// The container's memory limit, bytes; negative: none. 0: not specified, or unknown to the daemon that wrote the
+    /// record.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub memory_limit: i64,
-    /// The same of its CPUs, µs in each second.
+    /// The container's CPU limit, µs in each second; negative or 0: as for memory.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub cpu_limit: i64,
-    /// Its init.
+    /// The container's init.
     pub init: ProcessRecord,
-    /// Its execs.
+    /// The container's execs.
     pub execs: Vec<(ExecId, ProcessRecord)>,
 }
 
@@ -123,13 +127,13 @@ fn is_zero(number: &i64) -> bool {
 /// A process of a recorded container.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProcessRecord {
-    /// Guest pid; 0 before its creation.
+    /// PID in the guest; 0 before the process is created.
     pub pid: u32,
-    /// It was started.
+    /// Whether the process was started.
     pub started: bool,
-    /// Its exit, if it has exited.
+    /// The process's exit, if it has exited.
     pub exit: Option<Exit>,
-    /// Its FIFOs.
+    /// The process's FIFOs.
     pub stdio: StdioPaths,
 }
 
@@ -138,20 +142,20 @@ pub fn dir(state_dir: &Path) -> PathBuf {
     state_dir.join("pods")
 }
 
-/// Returns the path of the previous record of the one at `path`.
+/// Returns the path of the previous version of the record at `path`.
 pub fn before(path: &Path) -> PathBuf {
     path.with_extension(BEFORE)
 }
 
-/// An error with a record.
+/// An error with a record of the journal.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     /// The file cannot be read or written.
     #[error("cannot {action} journal record {path:?}")]
     Io {
-        /// "read", "write", "remove".
+        /// The attempted operation: "read", "write" or "remove".
         action: &'static str,
-        /// The record.
+        /// The path of the record.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -159,25 +163,25 @@ pub enum JournalError {
     /// The file is not a valid record.
     #[error("journal record {path:?} cannot be understood")]
     Malformed {
-        /// The record.
+        /// The path of the record.
         path: PathBuf,
         /// The parse error.
         source: serde_json::Error,
     },
-    /// A later daemon wrote it.
+    /// The record was written by a later daemon.
     #[error(
         "journal record {path:?} has version {found}, this daemon knows {RECORD_VERSION}: start the daemon that wrote it"
     )]
     Version {
-        /// The record.
+        /// The path of the record.
         path: PathBuf,
-        /// Its version.
+        /// The version of the record.
         found: u32,
     },
 }
 
 impl JournalError {
-    /// Returns the record.
+    /// Returns the path of the record.
     pub fn path(&self) -> &Path {
         match self {
             Self::Io { path, .. } | Self::Malformed { path, .. } | Self::Version { path, .. } => path,
@@ -190,11 +194,25 @@ impl JournalError {
 pub struct Journal {
     dir: PathBuf,
     syncer: Arc<Syncer>,
+    trouble: Trouble,
+}
+
+/// The reason why the last change of a record failed; `None` after a successful change.
+#[derive(Debug, Clone, Default)]
+struct Trouble(Arc<Mutex<Option<String>>>);
+
+impl Trouble {
+    fn note(&self, done: Result<(), JournalError>) -> Result<(), JournalError> {
+        let text = done.as_ref().err().map(|error| chain(error));
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        done
+    }
 }
 
 impl Journal {
-    /// Opens the directory, creating it (mode 0700) if needed; removes what a writer that
-    /// died left half-written, and completes an interrupted [`Journal::go_back`].
+    /// Opens the directory, creating it (mode 0700) if needed; removes half-written files of a writer that died, and
+    /// completes an interrupted [`Journal::go_back`]. On a disk that is full or read-only, both stay for the next
+    /// daemon.
     pub fn open(state_dir: &Path) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         let dir = dir(state_dir);
@@ -203,35 +221,51 @@ impl Journal {
             let path = entry?.path();
             let record = path.with_extension("json");
             match path.extension().and_then(|ext| ext.to_str()) {
-                Some("new") => fs::remove_file(path)?,
-                Some(BEFORE) if !record.try_exists()? => fs::rename(path, record)?,
+                Some("new") => tolerate("remove", &path, fs::remove_file(&path)),
+                Some(BEFORE) if !record.try_exists()? => {
+                    tolerate("put back", &path, fs::rename(&path, record))
+                }
                 _ => {}
             }
         }
-        Ok(Self { syncer: Arc::new(Syncer::new(dir.clone())), dir })
+        Ok(Self { syncer: Arc::new(Syncer::new(dir.clone())), dir, trouble: Trouble::default() })
     }
 
-    /// Returns the record of one pod.
+    /// Returns why records cannot be changed now: the disk is full, read-only or broken. `None`: no trouble is known.
+    pub fn trouble(&self) -> Option<String> {
+        self.trouble.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns the journal of one pod's record.
     pub fn pod(&self, id: &SandboxId) -> PodJournal {
         let path = self.dir.join(format!("{id}.json"));
-        PodJournal { path, newest: Arc::default(), syncer: self.syncer.clone() }
+        PodJournal {
+            path,
+            newest: Arc::default(),
+            syncer: self.syncer.clone(),
+            trouble: self.trouble.clone(),
+        }
     }
 
-    /// Returns every record there is, each readable or not.
+    /// Returns every record, each readable or not.
     pub fn records(&self) -> io::Result<Vec<Result<PodRecord, JournalError>>> {
         let mut records = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
             let path = entry?.path();
-            if path.extension().is_some_and(|ext| ext == "json") {
-                records.push(read(&path));
+            let alone = || !path.with_extension("json").exists();
+            match path.extension().and_then(|ext| ext.to_str()) {
+                Some("json") => records.push(read(&path)),
+                // It could not be put back when the directory was opened.
+                Some(BEFORE) if alone() => records.push(read(&path)),
+                _ => {}
             }
         }
         Ok(records)
     }
 
-    /// Returns the previous record of a pod whose record cannot be read, to adopt it by. None if that is no better, or if the
-    /// record is a later daemon's, which is valid. None if it is from before the pod was ready: it does not contain the
-    /// pod's VM, and recovery would undo the pod.
+    /// Returns the previous record of a pod whose record cannot be read, to adopt the pod by it. `None` if it is
+    /// unreadable too, or if the record is a later daemon's, which is valid. Also `None` if it was written before the
+    /// pod was ready: it does not contain the pod's VM, and recovery would undo the pod.
     pub fn instead_of(&self, unreadable: &JournalError) -> Option<PodRecord> {
         if matches!(unreadable, JournalError::Version { .. }) {
             return None;
@@ -248,7 +282,7 @@ impl Journal {
     }
 }
 
-fn read(path: &Path) -> Result<PodRecord, JournalError> {
+pub(crate) fn read(path: &Path) -> Result<PodRecord, JournalError> {
     let failed = |source| JournalError::Io { action: "read", path: path.to_owned(), source };
     let length = fs::metadata(path).map_err(failed)?.len();
     if length > MAX_RECORD {
@@ -260,7 +294,7 @@ fn read(path: &Path) -> Result<PodRecord, JournalError> {
 /// Reads a record; `path` names it in errors.
 pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError> {
     let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
-    // The version first: a later record may contain what this daemon cannot parse.
+    // The version first: a later record may contain fields that this daemon cannot parse.
     #[derive(Deserialize)]
     struct Version {
         version: u32,
@@ -275,38 +309,45 @@ pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError>
     serde_json::from_slice(text).map_err(malformed)
 }
 
-/// The record of one pod. Clones write the same record.
+/// The journal of one pod's record. Clones write the same record.
 #[derive(Debug, Clone)]
 pub struct PodJournal {
     path: PathBuf,
-    // Number of the newest record. Held across the write, so that of two concurrent writes
-    // the older one never lands last; only this pod's writers wait for it.
+    // Number of the newest record. Held across the write, so that the older of two concurrent writes never lands last;
+    // only this pod's writers wait for it.
     newest: Arc<tokio::sync::Mutex<u64>>,
     syncer: Arc<Syncer>,
+    trouble: Trouble,
 }
 
 impl PodJournal {
-    /// Writes `record` unless a newer one is there; `number` increases with each record.
+    /// Writes `record`, unless a newer one is already on disk; `number` increases with each record.
     pub async fn write(&self, number: u64, record: PodRecord) -> Result<(), JournalError> {
         let mut newest = self.newest.clone().lock_owned().await;
         if number <= *newest {
             return Ok(());
         }
         let path = self.path.clone();
-        blocking("write", &self.path, move || replace(&path, &record)).await?;
+        self.trouble.note(blocking("write", &self.path, move || replace(&path, &record)).await)?;
         *newest = number;
         self.syncer.soon(&self.path);
         Ok(())
     }
 
-    /// Deletes the record; nothing is written after that.
+    /// Deletes the record; nothing is written after this.
     pub async fn remove(&self) -> Result<(), JournalError> {
         let mut newest = self.newest.clone().lock_owned().await;
         *newest = u64::MAX;
         let path = self.path.clone();
         pass(format_args!("before a record is removed"));
-        // The previous one first: alone, it would be used as the pod's record.
-        blocking("remove", &self.path, move || remove(&before(&path)).and_then(|()| remove(&path))).await?;
+        // The previous record first: alone, it would be used as the pod's record.
+        let removal = move || {
+            fail("a record is removed", &path)?;
+            remove(&before(&path))?;
+            remove(&path)
+        };
+        let removed = blocking("remove", &self.path, removal).await;
+        self.trouble.note(removed)?;
         pass(format_args!("a record is removed"));
         Ok(())
     }
@@ -344,14 +385,17 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     pass(format_args!("before a record"));
     let text = serde_json::to_vec(record).map_err(io::Error::other)?;
     let written = (|| {
+        fail("a record is opened", path)?;
         let mut file =
             fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&text)?;
+        fail("a record is written", path)?;
         pass(format_args!("a record is written"));
-        if let Err(error) = keep(path) {
+        if let Err(error) = fail("the previous record is kept", path).and_then(|()| keep(path)) {
             tracing::warn!(?path, %error, "cannot keep the previous record");
         }
         pass(format_args!("the previous record is kept"));
+        fail("a record is put in place", path)?;
         fs::rename(&new, path)
     })();
     if written.is_err() {

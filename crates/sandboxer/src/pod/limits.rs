@@ -8,15 +8,15 @@ use super::spec::Limits;
 
 /// CPU time of one CPU in a second, µs.
 pub const CPU: u64 = 1_000_000;
-/// Period of a quota that has none, µs: the kernel's default.
+/// Default period of a CPU quota, µs, as in the kernel.
 const PERIOD_US: u64 = 100_000;
 
 /// Limits of one container. 0: not specified; negative: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ContainerLimits {
-    /// Memory, bytes.
+    /// Memory limit, bytes.
     pub memory_bytes: i64,
-    /// CPU time, µs in each second.
+    /// Limit of CPU time, µs in each second.
     pub cpu_micros: i64,
 }
 
@@ -28,20 +28,20 @@ pub struct SharedLimits(Mutex<ContainerLimits>);
 /// An amount of memory and of CPU time; 0: none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Amounts {
-    /// Bytes.
+    /// Amount of memory, bytes.
     pub memory_bytes: u64,
-    /// µs in each second.
+    /// Amount of CPU time, µs in each second.
     pub cpu_micros: u64,
 }
 
-/// The limits of several containers.
+/// The sum of the limits of several containers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sum {
-    /// Of those that have one.
+    /// The sum over the containers that have a limit.
     pub amounts: Amounts,
-    /// All have a memory limit.
+    /// Whether all containers have a memory limit.
     pub all_memory: bool,
-    /// All have a CPU limit.
+    /// Whether all containers have a CPU limit.
     pub all_cpu: bool,
 }
 
@@ -55,12 +55,12 @@ impl ContainerLimits {
         Self { memory_bytes: memory.unwrap_or_default(), cpu_micros: micros(quota, period) }
     }
 
-    /// Returns the same from OCI's JSON; none from what is not that.
+    /// Returns the limits in OCI's `linux.resources` as JSON; unspecified limits if it cannot be parsed.
     pub fn of_json(resources: &[u8]) -> Self {
         serde_json::from_slice(resources).map(|resources| Self::of(&resources)).unwrap_or_default()
     }
 
-    /// Returns these limits, or those of `before` where they are not specified.
+    /// Returns these limits; those that are not specified are taken from `before`.
     pub fn or(self, before: Self) -> Self {
         Self {
             memory_bytes: if self.memory_bytes == 0 { before.memory_bytes } else { self.memory_bytes },
@@ -93,7 +93,7 @@ impl Amounts {
         Self { memory_bytes: amount(limits.memory_bytes), cpu_micros }
     }
 
-    /// Returns the larger ones of both.
+    /// Returns the larger of both amounts, for memory and CPU time each.
     pub fn max(self, other: Self) -> Self {
         Self {
             memory_bytes: self.memory_bytes.max(other.memory_bytes),
@@ -128,18 +128,18 @@ impl Sum {
     }
 }
 
-/// Returns a quota as µs in each second, with its sign.
+/// Returns a quota as µs in each second; keeps its sign.
 fn micros(quota_us: i64, period_us: u64) -> i64 {
     if quota_us <= 0 {
         return quota_us;
     }
     let period_us = if period_us == 0 { PERIOD_US } else { period_us };
     let micros = u128::from(quota_us.unsigned_abs()) * u128::from(CPU) / u128::from(period_us);
-    // A limit stays one.
+    // At least 1, since 0 would mean no limit.
     i64::try_from(micros).unwrap_or(i64::MAX).max(1)
 }
 
-/// Returns a limit as an amount; 0: there is none.
+/// Returns a limit as an amount; 0: no limit.
 fn amount(limit: i64) -> u64 {
     u64::try_from(limit).unwrap_or_default()
 }

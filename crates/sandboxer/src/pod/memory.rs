@@ -1,7 +1,7 @@
-//! A running VM's memory follows the memory limits of its pod.
+//! Keeps the memory of a running VM in step with the memory limits of its pod.
 //!
-//! What a VM has is asked of its VMM each time, and nothing of its guest, which could say anything. A limit that is beyond the
-//! largest size of a VM changes nothing here; the agent refuses it, as it does for a VM that cannot grow.
+//! The VM's memory is read from its VMM each time, never from its guest, which could report anything. A limit beyond
+//! the maximum size of a VM changes nothing here; the agent rejects it, as it does for a VM that cannot grow.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use sandboxer_vmm::{HOTPLUG_STEP_MIB, HotpluggedMemory, Vm, VmmError, hotplug};
 
 use crate::error::PodError;
 
-/// The memory that the guest itself needs, so that a container can use its limit to the last byte: this many MiB, plus
-/// a fraction of the rest for the kernel's page structures and reserves. Measured once each by `MemAvailable` beside an
+/// Memory that the guest itself needs, so that a container can use its limit to the last byte: this many MiB, plus a
+/// fraction of the rest for the kernel's page structures and reserves. Measured once each by `MemAvailable` next to an
 /// idle container: of 256, 512, 1024 and 4096 MiB a guest keeps 49, 55, 101 and 261.
 const GUEST_OVERHEAD_MIB: u64 = 48;
 const GUEST_SHARE: u64 = 16;
 
-/// How long a guest may make no progress while it plugs or unplugs. It looks for memory to unplug again after 5 seconds, and
-/// later less often.
+/// Maximum time without progress while a guest plugs or unplugs memory. It looks for memory to unplug again after 5
+/// seconds, and later less often.
 const PLUG_PATIENCE: Duration = Duration::from_secs(5);
 const UNPLUG_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -32,9 +32,9 @@ pub fn with_guest_mib(bytes: u64) -> u64 {
 #[derive(Debug)]
 pub struct Memory {
     pod: SandboxId,
-    /// That of the boot, MiB.
+    /// Memory of the VM at boot, MiB.
     boot_mib: u64,
-    /// Most that a pod may have, MiB.
+    /// Maximum memory of a pod, MiB.
     max_mib: u64,
 }
 
@@ -44,8 +44,8 @@ impl Memory {
         Self { pod, boot_mib, max_mib }
     }
 
-    /// Returns how much memory beside that of its boot a VM needs for a limit of `bytes`, MiB. `None`: the limit is beyond
-    /// what it can have, `most` MiB.
+    /// Returns the memory that a VM needs for a limit of `bytes` in addition to its memory at boot, MiB. `None`: the
+    /// limit exceeds its maximum of `most` MiB.
     fn needed(&self, bytes: u64, most: u64) -> Option<u64> {
         let most = most.min(self.max_mib.saturating_sub(self.boot_mib));
         let most = most - most % HOTPLUG_STEP_MIB;
@@ -56,8 +56,8 @@ impl Memory {
         Some(beside_boot.next_multiple_of(HOTPLUG_STEP_MIB).min(most))
     }
 
-    /// Returns once the guest has the memory that is needed for a limit of `bytes`: what it was requested to have before, if
-    /// that has changed.
+    /// Plugs memory until the guest has enough for a limit of `bytes`. Returns the size requested before, if it has
+    /// changed.
     pub async fn plug(&self, vm: &dyn Vm, bytes: u64) -> Result<Option<u64>, PodError> {
         let Some(now) = vm.hotplugged_memory().await? else { return Ok(None) };
         let Some(needed) = self.needed(bytes, now.max_mib) else { return Ok(None) };
@@ -77,7 +77,7 @@ impl Memory {
         Err(PodError::Failed { subject: format!("pod {}", self.pod), reason })
     }
 
-    /// Requests what was there before [`Memory::plug`], and does not wait for it.
+    /// Requests the size from before [`Memory::plug`], and does not wait for it.
     pub async fn undo(&self, vm: &dyn Vm, before: Option<u64>) {
         if let Some(mib) = before
             && let Err(error) = vm.request_memory(mib).await
@@ -86,7 +86,7 @@ impl Memory {
         }
     }
 
-    /// Unplugs what is not needed for a limit of `bytes`, and logs what the guest cannot free.
+    /// Unplugs memory not needed for a limit of `bytes`, and logs how much the guest cannot free.
     pub async fn unplug(&self, vm: &dyn Vm, bytes: u64) {
         match self.try_unplug(vm, bytes).await {
             Ok(None) => {}
@@ -99,7 +99,7 @@ impl Memory {
         }
     }
 
-    /// Unplugs what is not needed for a limit of `bytes`. Returns what the guest has if that is more.
+    /// Unplugs memory not needed for a limit of `bytes`. Returns the guest's memory if it is still more.
     async fn try_unplug(&self, vm: &dyn Vm, bytes: u64) -> Result<Option<HotpluggedMemory>, VmmError> {
         let Some(now) = vm.hotplugged_memory().await? else { return Ok(None) };
         let Some(needed) = self.needed(bytes, now.max_mib) else { return Ok(None) };

@@ -10,6 +10,7 @@ mod host_ports;
 pub mod journal;
 pub mod limits;
 pub mod memory;
+pub(crate) mod of_node;
 mod place;
 pub mod placer;
 pub mod pool;
@@ -79,43 +80,43 @@ const QUEUED_REQUESTS: usize = 64;
 pub struct DaemonState {
     /// The configuration.
     pub config: Config,
-    /// Create VMs.
+    /// The VMMs that can create VMs.
     pub vmms: Vmms,
-    /// Builds disks from snapshots.
+    /// The store that builds disks from snapshots.
     pub rootfs: Arc<RootfsStore>,
-    /// The hierarchies in which pods' control groups are created.
+    /// The hierarchies in which pods' cgroups are created.
     pub cgroups: Hierarchies,
-    /// The control group of VMs without a pod and without a NUMA node. It exists.
+    /// The cgroup of VMs without a pod and without a NUMA node; it exists.
     pub idle_cgroup: Option<Cgroup>,
-    /// Chooses NUMA nodes for VMs.
+    /// The placer that chooses NUMA nodes for VMs.
     pub placer: Arc<Placer>,
-    /// Creates volumes.
+    /// The store that creates volumes.
     pub volumes: Arc<VolumeStore>,
-    /// Records pods on disk.
+    /// The journal that records pods on disk.
     pub journal: Journal,
-    /// Finds pods.
+    /// The registry that finds pods.
     pub registry: Registry,
-    /// Templates of which pods are copies.
+    /// The templates that pods are copied from.
     pub templates: Arc<Templates>,
-    /// Prepares guests that have no pod.
+    /// The rehearsal that prepares guests without a pod.
     pub rehearsal: Arc<Rehearsal>,
-    /// VMs that are ready for pods.
+    /// The pool of VMs that are ready for pods.
     pub pool: Arc<Pool>,
-    /// Holds the taps of VMs without a pod.
+    /// The pool that holds the taps of VMs without a pod.
     pub tap_pool: Arc<TapPool>,
-    /// Counts start paths.
+    /// The counters of start paths.
     pub start_paths: StartPaths,
-    /// Bounds concurrent starts.
+    /// The gates that bound concurrent starts.
     pub admission: Admission,
-    /// Publishes events.
+    /// The channel that publishes events.
     pub events: Events,
     /// The front, which outlives this process.
     pub front: Arc<Front>,
     /// Histograms of the stages of all starts.
     pub stage_times: Arc<StageTimes>,
-    /// Number of statistics calls that were answered with old values.
+    /// Number of statistics calls that returned old values.
     pub old_readings: Arc<AtomicU64>,
-    /// Records requests of containerd.
+    /// The recorder of containerd's requests.
     pub traces: Traces,
 }
 
@@ -126,23 +127,23 @@ impl DaemonState {
     }
 }
 
-/// Receives the answer to a request.
+/// Receives the result of a request.
 type Reply<T> = oneshot::Sender<Result<T, PodError>>;
 
 /// All requests to a pod.
 #[derive(Debug)]
 enum Request {
-    /// Start it. Answered at once if the pod is ready, else when it is ready.
+    /// Start the pod. Replies as soon as the pod is ready.
     Start { request: SpanContext, reply: Reply<()> },
-    /// Stop its VM. Cancels a start in progress. Answered at once if the pod has stopped.
+    /// Stop the pod's VM. Cancels a start in progress. Replies as soon as the pod has stopped.
     Stop { reply: Reply<()> },
-    /// Stop and remove it: the last request that a pod answers.
+    /// Stop and remove the pod: the last request that a pod handles.
     Remove { reply: Reply<()> },
     /// Create a container, up to the point where its init waits.
     CreateContainer { new: NewContainer, request: SpanContext, reply: Reply<()> },
     /// Register an exec.
     CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
-    /// Start a container's init or an exec. `again`: an earlier worker may have done it.
+    /// Start a container's init or an exec. `again`: whether an earlier worker may have done it.
     StartProcess {
         of: ContainerId,
         exec: Option<ExecId>,
@@ -152,11 +153,11 @@ enum Request {
     },
     /// Return a process's state.
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
-    /// Signal a process, or all of a container.
+    /// Signal a process, or all processes of a container.
     Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
-    /// Remove a container or an exec that doesn't run. Returns how it ended.
+    /// Remove a container or an exec that is not running. Returns its exit.
     Delete { of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
-    /// Nothing more will be written to a process's stdin FIFO.
+    /// Close a process's stdin: nothing more will be written to the FIFO.
     CloseStdin { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
     /// Set the size of a process's terminal.
     Resize { of: ContainerId, exec: Option<ExecId>, columns: u32, rows: u32, reply: Reply<()> },
@@ -166,26 +167,26 @@ enum Request {
     Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
     /// Change the limits of all containers together.
     UpdatePod { limits: Limits, reply: Reply<()> },
-    /// Returns the guest pids of a container.
+    /// Return the guest PIDs of a container.
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
-    /// Statistics of a container, or of the guest.
+    /// Return the statistics of a container, or of the guest.
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
-    /// Compares the guest's clock with the host's.
+    /// Compare the guest's clock with the host's.
     SyncClock { reply: Reply<bool> },
-    /// Move its VM to a NUMA node.
+    /// Move the pod's VM to a NUMA node.
     Move { node: u32, reply: Reply<Moved> },
-    /// Everything about the pod.
+    /// Return everything about the pod.
     Inspect { reply: Reply<PodView> },
 }
 
 /// The state of a process, with a channel to watch it.
 #[derive(Debug)]
 pub struct ProcessView {
-    /// The container's bundle.
+    /// The bundle of the container.
     pub bundle: PathBuf,
     /// FIFOs of the process.
     pub stdio: StdioPaths,
-    /// The container is paused.
+    /// Whether the container is paused.
     pub paused: bool,
     /// The phase of the process.
     pub phase: watch::Receiver<Phase>,
@@ -196,67 +197,67 @@ pub struct ProcessView {
 pub struct PodView {
     /// The requested pod, with the size of its VM at its start.
     pub spec: PodSpec,
-    /// The size of its VM now.
+    /// The current size of the VM.
     pub size: Shape,
-    /// Its state.
+    /// The pod's state.
     pub status: PodStatus,
-    /// Name of its VMM; empty while there is none.
+    /// Name of the pod's VMM; empty while there is none.
     pub vmm: String,
-    /// Where its VMM runs.
+    /// The placement of the VMM.
     pub place: PlaceView,
-    /// The steps of its start.
+    /// The steps of the pod's start.
     pub steps: Vec<Step>,
-    /// Its containers, by id.
+    /// The pod's containers, by id.
     pub containers: Vec<ContainerView>,
 }
 
-/// Where a pod's VMM runs.
+/// The placement of a pod's VMM.
 #[derive(Debug, Default)]
 pub struct PlaceView {
-    /// Its NUMA node; none: it is not placed.
+    /// The pod's NUMA node; `None`: not placed.
     pub node: Option<u32>,
-    /// The CPUs and memory nodes that it is restricted to; empty: all of its control group's parent.
+    /// The CPUs and memory nodes that the VMM is restricted to; empty: all of its cgroup's parent.
     pub bounds: Bounds,
-    /// They are CRI's.
+    /// Whether CRI set the bounds.
     pub by_cri: bool,
-    /// Why it is there, or is not placed; may be empty.
+    /// The reason for the placement, or why there is none; may be empty.
     pub reason: String,
 }
 
-/// What a move to another NUMA node cost.
+/// The result and cost of a move to another NUMA node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moved {
-    /// Where the pod was placed before.
+    /// The NUMA node of the pod before the move.
     pub from: Option<u32>,
-    /// Memory that was moved, bytes.
+    /// The memory that was moved, bytes.
     pub bytes: u64,
-    /// Memory that is still on other nodes: pages that other processes use, too, or that were in use.
+    /// The memory that is still on other nodes, bytes: pages that other processes use, too, or that were in use.
     pub left_bytes: u64,
-    /// How long it took.
+    /// The duration of the move.
     pub took: Duration,
 }
 
 /// Everything about a container, for `inspect`.
 #[derive(Debug)]
 pub struct ContainerView {
-    /// Its id.
+    /// The container's id.
     pub id: ContainerId,
-    /// Guest pid of its init.
+    /// PID of the container's init in the guest.
     pub pid: u32,
-    /// The phase of its init.
+    /// The phase of the container's init.
     pub phase: Phase,
-    /// It is paused.
+    /// Whether the container is paused.
     pub paused: bool,
-    /// Images and devices that are its disks.
+    /// Images and devices that are the container's disks.
     pub disks: Vec<PathBuf>,
-    /// The steps of its start.
+    /// The steps of the container's start.
     pub steps: Vec<Step>,
-    /// Its execs: id, guest pid, phase.
+    /// The container's execs: id, guest PID, phase.
     pub execs: Vec<(ExecId, u32, Phase)>,
 }
 
-/// Returns how the sandbox container of a pod with this status has ended, if it has. A pause program does not exit by itself: a
-/// stop on request is its kill.
+/// Returns the exit of the sandbox container of a pod with this status, if it has exited. A pause program does not exit
+/// by itself: a stop on request counts as its kill.
 pub fn sandbox_exit(status: &PodStatus) -> Option<Exit> {
     let code = if status.exit_status == 0 { KILLED } else { status.exit_status };
     let ended = status.state == PodState::Stopped || status.overdue;
@@ -269,7 +270,7 @@ pub struct PodHandle {
     id: SandboxId,
     name: Arc<PodName>,
     bundle: Option<Arc<Path>>,
-    /// Boxed: a channel allocates space for 32 at once, and keeps it.
+    /// Boxed: a channel allocates space for 32 requests at once, and keeps it.
     requests: mpsc::Sender<Box<Request>>,
     status: watch::Receiver<PodStatus>,
 }
@@ -280,7 +281,12 @@ impl PodHandle {
         &self.id
     }
 
-    /// Returns the bundle of its sandbox container, if it has one.
+    /// Returns the Kubernetes namespace of the pod.
+    pub fn namespace(&self) -> &str {
+        &self.name.namespace
+    }
+
+    /// Returns the bundle of the pod's sandbox container, if it has one.
     pub fn bundle(&self) -> Option<&Path> {
         self.bundle.as_deref()
     }
@@ -293,7 +299,7 @@ impl PodHandle {
     /// Waits until the pod has stopped.
     pub async fn stopped(&self) -> Result<PodStatus, PodError> {
         let mut status = self.status.clone();
-        // Its task may end before the pod does: when this process exits.
+        // The pod's task may end before the pod does, when this process exits.
         let stopped = status.wait_for(|status| status.state == PodState::Stopped).await;
         stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
     }
@@ -307,11 +313,11 @@ impl PodHandle {
 
     /// Waits until the state of the pod is known.
     pub async fn resolved(&self) {
-        // Its task may end before: when this process exits.
+        // The pod's task may end before, when this process exits.
         let _ = self.status.clone().wait_for(|status| status.state != PodState::Unknown).await;
     }
 
-    /// Returns what Kubernetes calls it.
+    /// Returns the Kubernetes names of the pod.
     pub fn name(&self) -> &PodName {
         &self.name
     }
@@ -355,7 +361,7 @@ impl PodHandle {
         self.ask(|reply| Request::StartProcess { of, exec, again: false, request, reply }).await
     }
 
-    /// Starts a process, unless an earlier worker has: then returns the result of that.
+    /// Starts a process, unless an earlier worker has: then returns the result of that start.
     pub async fn start_process_again(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         let request = SpanContext::current();
         self.ask(|reply| Request::StartProcess { of, exec, again: true, request, reply }).await
@@ -366,7 +372,7 @@ impl PodHandle {
         self.ask(|reply| Request::Process { of, exec, reply }).await
     }
 
-    /// Signals a process, or all of a container.
+    /// Signals a process, or all processes of a container.
     pub async fn signal(
         &self,
         of: ContainerId,
@@ -377,7 +383,7 @@ impl PodHandle {
         self.deliver(of, exec, Signal { number: signal, all, ..Signal::default() }).await
     }
 
-    /// Signals as [`PodHandle::signal`] does; repeated requests with the same id signal once.
+    /// Signals like [`PodHandle::signal`]; repeated requests with the same id signal once.
     pub async fn deliver(
         &self,
         of: ContainerId,
@@ -387,12 +393,12 @@ impl PodHandle {
         self.ask(|reply| Request::Signal { of, exec, signal, reply }).await
     }
 
-    /// Removes a container or an exec. Returns how it ended.
+    /// Removes a container or an exec. Returns its exit.
     pub async fn delete(&self, of: ContainerId, exec: Option<ExecId>) -> Result<Exit, PodError> {
         self.ask(|reply| Request::Delete { of, exec, reply }).await
     }
 
-    /// Closes a process's stdin after the content of its FIFO is delivered.
+    /// Closes a process's stdin after the content of its FIFO has been delivered.
     pub async fn close_stdin(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         self.ask(|reply| Request::CloseStdin { of, exec, reply }).await
     }
@@ -418,12 +424,12 @@ impl PodHandle {
         self.ask(|reply| Request::Update { of, resources, reply }).await
     }
 
-    /// Changes the limits of all containers together; rejected if they exceed its VM.
+    /// Changes the limits of all containers together; rejected if they exceed the pod's VM.
     pub async fn update_pod(&self, limits: Limits) -> Result<(), PodError> {
         self.ask(|reply| Request::UpdatePod { limits, reply }).await
     }
 
-    /// Returns the guest pids of a container.
+    /// Returns the guest PIDs of a container.
     pub async fn pids(&self, of: ContainerId) -> Result<Vec<u32>, PodError> {
         self.ask(|reply| Request::Pids { of, reply }).await
     }
@@ -433,12 +439,12 @@ impl PodHandle {
         self.ask(|reply| Request::Stats { of, reply }).await
     }
 
-    /// Sets the guest's clock by the host's. Returns whether that is to be done again later.
+    /// Sets the guest's clock by the host's. Returns whether this must be repeated later.
     pub async fn sync_clock(&self) -> Result<bool, PodError> {
         self.ask(|reply| Request::SyncClock { reply }).await
     }
 
-    /// Moves its VM to a NUMA node: CPUs and memory.
+    /// Moves the pod's VM, CPUs and memory, to a NUMA node.
     pub async fn move_to(&self, node: u32) -> Result<Moved, PodError> {
         self.ask(|reply| Request::Move { node, reply }).await
     }

@@ -1,11 +1,11 @@
-//! The place of a pod that starts: it takes one, or that of a VM of the pool, and its control group gets the CPUs.
+//! Places a pod that starts: takes a new place, or the place of a VM from the pool, and gives its cgroup the CPUs.
 
 use sandboxer_process::cgroup::Bounds;
 
 use super::{DaemonState, placer::Placement, pool::Warm, spec::PodSpec, stop, undo::Undo};
 use crate::{error::PodError, template::Kind};
 
-/// Why a pod cannot be placed.
+/// Reason why a pod cannot be placed.
 pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
 /// Takes a place for the pod's VM.
@@ -26,7 +26,7 @@ pub fn take(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Placement,
     Ok(placement)
 }
 
-/// Refuses a pod in huge pages with a VMM that cannot reserve them.
+/// Rejects a pod in huge pages with a VMM that cannot reserve them.
 fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<(), PodError> {
     let vmm = node.vmms.get(kind.vmm);
     if !spec.huge_pages || vmm.has_huge_pages() {
@@ -40,7 +40,7 @@ fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<()
     )))
 }
 
-/// Returns the placement of a pod that gets a VM of the pool, which has memory on its node already.
+/// Returns the placement of a pod that gets a VM from the pool, which already has memory on its node.
 pub fn of_warm(spec: &PodSpec, wanted: &Placement, warm: &Warm) -> Placement {
     let Some(seat) = warm.seat.clone().filter(|seat| Some(seat.node()) != wanted.node()) else {
         return wanted.clone();
@@ -51,8 +51,8 @@ pub fn of_warm(spec: &PodSpec, wanted: &Placement, warm: &Warm) -> Placement {
     placement
 }
 
-/// Makes the pod's control group, if CRI names a parent, restricted to the CPUs of its place. Returns the placement: none if
-/// the group cannot be restricted.
+/// Creates the pod's cgroup, if CRI names a parent, restricted to the CPUs of the pod's place. Returns the placement:
+/// none if the cgroup cannot be restricted.
 pub fn make_group(
     node: &DaemonState,
     spec: &PodSpec,

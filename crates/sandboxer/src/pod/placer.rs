@@ -1,7 +1,7 @@
-//! Chooses the NUMA node for a pod's VM, and knows what runs where. Decision 0023.
+//! Chooses the NUMA node for a pod's VM, and accounts for the load of each node. See decision 0023.
 //!
-//! A VM with a [`Seat`] runs on the CPUs of one node, so the kernel takes its memory from there while the node has some. The
-//! placer restricts control groups; it does not bind memory: a VM whose node is full gets memory of another one.
+//! A VM with a [`Seat`] runs on the CPUs of one node, so the kernel takes its memory from there while the node has
+//! some. The placer restricts cgroups; it does not bind memory: a VM whose node is full gets memory of another one.
 
 use std::{
     collections::BTreeMap,
@@ -24,28 +24,28 @@ use serde::{Deserialize, Serialize};
 pub struct Placer {
     policy: PlacementPolicy,
     topology: Topology,
-    /// Nodes that VMs may have, with the CPUs that VMs may use; empty if pods are not placed.
+    /// Nodes that VMs may use, with the CPUs that VMs may use; empty if pods are not placed.
     nodes: Vec<Node>,
-    /// All CPUs of the host that VMs may use; `None`: all.
+    /// CPUs of the host that VMs may use; `None`: all.
     unreserved: Option<Cpus>,
     // A plain lock: held for a few additions, never across an await.
     load: Mutex<BTreeMap<u32, Load>>,
-    /// The control groups of VMs without a pod, by node.
+    /// The cgroups of VMs without a pod, by node.
     idle: BTreeMap<u32, Cgroup>,
 }
 
-/// What runs on a node.
+/// The load of a node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Load {
-    /// VMs, those of the pool included.
+    /// Number of VMs, including the pool's.
     pub vms: u32,
-    /// Their vCPUs.
+    /// Number of the VMs' vCPUs.
     pub vcpus: u32,
-    /// Their memory, MiB.
+    /// Memory of the VMs, MiB.
     pub memory_mib: u64,
 }
 
-/// The place of one VM on a node. It is free again when the last clone is dropped.
+/// The place of one VM on a node. Dropping the last clone frees it.
 #[derive(Debug, Clone)]
 pub struct Seat(Arc<Taken>);
 
@@ -57,32 +57,32 @@ struct Taken {
     shape: Mutex<Shape>,
 }
 
-/// Where a pod is placed, in its record.
+/// The placement of a pod in its record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlacementRecord {
-    /// Its node.
+    /// The pod's NUMA node; `None`: not placed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<u32>,
-    /// Why it is there, or has none.
+    /// The reason for the placement, or why there is none.
     #[serde(default)]
     pub reason: String,
 }
 
-/// Where a pod is placed.
+/// The placement of a pod.
 #[derive(Debug, Clone, Default)]
 pub struct Placement {
-    /// Its place; none: it is not placed.
+    /// The pod's place; `None`: not placed.
     pub seat: Option<Seat>,
-    /// Why it is there, or is not placed; empty if there is nothing to choose.
+    /// The reason for the placement, or why there is none; empty if there is nothing to choose.
     pub reason: String,
 }
 
-/// Why a VM gets no node.
+/// A reason why a VM gets no node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unplaced {
     /// Pods are not placed on this host: the policy is off, or there is one node.
     Nothing,
-    /// It is larger than every node.
+    /// The VM is larger than every node.
     TooLarge,
     /// No node has enough memory available.
     NoMemory,
@@ -98,7 +98,7 @@ impl fmt::Display for Unplaced {
     }
 }
 
-/// Why a pod cannot have a certain node.
+/// A reason why a pod cannot have a certain node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoSeat {
     /// Pods are not placed.
@@ -106,40 +106,40 @@ pub enum NoSeat {
         "pods are not placed on this host: placement.policy is off, or there is only one node with CPUs for VMs"
     )]
     Nothing,
-    /// There is no such node.
+    /// The node does not exist.
     #[error("the host has no node {node} with CPUs for VMs: it has {nodes}")]
     NoNode {
-        /// The node.
+        /// The requested node.
         node: u32,
-        /// Those that there are.
+        /// The existing nodes.
         nodes: String,
     },
-    /// The pod is larger.
+    /// The pod is larger than the node.
     #[error("its {shape} do not fit node {node}, which has {cpus} CPUs for VMs and {memory_mib} MiB")]
     TooLarge {
-        /// The pod's.
+        /// The pod's size.
         shape: Shape,
-        /// The node.
+        /// The requested node.
         node: u32,
-        /// Its CPUs.
+        /// The number of the node's CPUs.
         cpus: usize,
-        /// Its memory.
+        /// The node's memory, MiB.
         memory_mib: u64,
     },
-    /// The node has not enough memory now.
+    /// The node does not have enough memory now.
     #[error("node {node} has {available_mib} MiB available, the pod may use {memory_mib}")]
     NoMemory {
-        /// The node.
+        /// The requested node.
         node: u32,
-        /// What is available.
+        /// The node's available memory, MiB.
         available_mib: u64,
-        /// The pod's.
+        /// The pod's memory, MiB.
         memory_mib: u64,
     },
 }
 
 impl Placer {
-    /// Returns the placer of a host, with control groups for VMs without a pod below `idle`, where pods are placed.
+    /// Creates the placer of a host, with cgroups for VMs without a pod below `idle`, where pods are placed.
     pub fn new(config: &PlacementConfig, cgroups: &Hierarchies, idle: &str) -> Self {
         let topology = Topology::read(&config.nodes_dir);
         let reserved = config.reserved_cpus.as_ref();
@@ -156,7 +156,7 @@ impl Placer {
         Self { policy: config.policy, topology, nodes, unreserved, load: Mutex::default(), idle }
     }
 
-    /// Makes the control groups of VMs without a pod. If it fails, these VMs are not placed.
+    /// Creates the cgroups of VMs without a pod. On failure, these VMs are not placed.
     pub fn prepare(mut self, common: Option<&Cgroup>) -> Self {
         let everywhere = Bounds { cpus: self.unreserved.clone(), nodes: None };
         let of = |node: u32| self.nodes.iter().find(|of| of.id == node).map(|node| node.cpus.clone());
@@ -178,7 +178,7 @@ impl Placer {
         self.policy
     }
 
-    /// Returns the nodes of the host with CPUs and memory.
+    /// Returns the nodes of the host with their CPUs and memory.
     pub fn topology(&self) -> &Topology {
         &self.topology
     }
@@ -188,12 +188,12 @@ impl Placer {
         !self.nodes.is_empty()
     }
 
-    /// Returns what runs on `node`.
+    /// Returns the load of `node`.
     pub fn load(&self, node: u32) -> Load {
         self.lock().get(&node).copied().unwrap_or_default()
     }
 
-    /// Returns the control group for a VM without a pod on the node of `seat`.
+    /// Returns the cgroup for a VM without a pod on the node of `seat`.
     pub fn idle(&self, seat: &Seat) -> Option<&Cgroup> {
         self.idle.get(&seat.node())
     }
@@ -203,8 +203,8 @@ impl Placer {
         !self.idle.is_empty()
     }
 
-    /// Takes a place for a VM on the node that has the fewest vCPUs per CPU, among those with enough memory available; of
-    /// equal ones that with most memory.
+    /// Takes a place for a VM on the node with the fewest vCPUs per CPU, among those with enough memory available;
+    /// among equals, the node with the most memory.
     pub fn seat(self: &Arc<Self>, shape: Shape) -> Result<Seat, Unplaced> {
         self.seat_by(shape, |node| self.topology.available_bytes(node))
     }
@@ -232,7 +232,7 @@ impl Placer {
         }
         room.retain(|(_, available)| *available >= shape.memory_mib << 20);
         let mut load = self.lock();
-        // vCPUs per CPU in units that are whole numbers, with the new VM's.
+        // vCPUs per CPU, including the new VM's, in units that are whole numbers.
         let crowd = |node: &Node| {
             let vcpus = load.get(&node.id).map_or(0, |load| load.vcpus) + shape.vcpus;
             u64::from(vcpus) * 1_000_000 / node.cpus.count() as u64
@@ -274,13 +274,13 @@ impl Placer {
         }
     }
 
-    /// Returns what the VMM of a pod with this seat may use, unless CRI says something else.
+    /// Returns the CPUs and memory nodes that the VMM of a pod with this seat may use, unless CRI sets others.
     pub fn bounds(&self, seat: Option<&Seat>) -> Bounds {
         let cpus = seat.map(|seat| seat.cpus().clone()).or_else(|| self.unreserved.clone());
         Bounds { cpus, nodes: None }
     }
 
-    /// Returns the node for VMs that has all of `cpus`.
+    /// Returns the node that has all of `cpus`, among the nodes for VMs.
     pub fn node_of(&self, cpus: &Cpus) -> Option<u32> {
         self.topology.node_of(cpus).map(|node| node.id).filter(|id| self.find(*id).is_ok())
     }
@@ -307,25 +307,25 @@ impl Placer {
     }
 }
 
-/// Returns all CPUs of the host that run.
+/// Returns all online CPUs of the host.
 fn online(nodes_dir: &Path, topology: &Topology) -> Option<Cpus> {
     let all = fs::read_to_string(nodes_dir.with_file_name("cpu").join("online")).ok();
     let of_nodes = || Cpus::union(topology.nodes().iter().map(|node| Some(node.cpus.clone())));
     all.and_then(|list| Cpus::parse(&list)).or_else(of_nodes)
 }
 
-/// Returns whether a VM could be on a node without others.
+/// Returns whether an empty node could hold a VM of this shape.
 fn fits(shape: Shape, node: &Node) -> bool {
     shape.vcpus as usize <= node.cpus.count() && shape.memory_mib << 20 <= node.memory_bytes
 }
 
 impl Seat {
-    /// Returns the node.
+    /// Returns the node of this place.
     pub fn node(&self) -> u32 {
         self.0.node.id
     }
 
-    /// Counts the VM with another size.
+    /// Accounts for the VM with a new size.
     pub fn resize(&self, vcpus: u32, memory_mib: u64) {
         let Taken { placer, node, shape } = &*self.0;
         let mut load = placer.lock();
@@ -361,12 +361,12 @@ impl Placement {
         Self { seat: None, reason: reason.into() }
     }
 
-    /// Returns its node.
+    /// Returns the pod's node.
     pub fn node(&self) -> Option<u32> {
         self.seat.as_ref().map(Seat::node)
     }
 
-    /// Returns it for the pod's record; none if there was nothing to choose.
+    /// Returns the placement for the pod's record; `None` if there was nothing to choose.
     pub fn record(&self) -> Option<PlacementRecord> {
         let record = PlacementRecord { node: self.node(), reason: self.reason.clone() };
         (record != PlacementRecord::default()).then_some(record)

@@ -1,9 +1,9 @@
-//! Sizes in annotations.
+//! Parsers for sizes in annotations.
 
 /// Minimum and maximum size of a disk that a pod requests, bytes: the limits of the file system.
 const SPACE: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
-/// Parses `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
+/// Parses a size such as `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
 pub fn bytes(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes() {
         [.., b'K', b'i'] => (&text[..text.len() - 2], 10),
@@ -16,7 +16,7 @@ pub fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|_| plain)?.checked_mul(1 << shift)
 }
 
-/// Parses a quantity as Kubernetes writes it, rounded down: `10M`, `1.5Gi`, `1e6`.
+/// Parses a quantity in Kubernetes' notation, rounded down: `10M`, `1.5Gi`, `1e6`.
 pub fn kubernetes(text: &str) -> Option<u64> {
     let at = text.find(|letter: char| letter != '.' && !letter.is_ascii_digit()).unwrap_or(text.len());
     let (number, suffix) = text.split_at(at);
@@ -44,10 +44,10 @@ pub fn kubernetes(text: &str) -> Option<u64> {
     u64::try_from(u128::from(digits).checked_mul(scale)? / 10_u128.pow(decimals)).ok()
 }
 
-/// Most digits behind the point, and largest exponent.
+/// Maximum number of decimal places, and maximum exponent.
 const MOST_DIGITS: u32 = 18;
 
-/// Parses the size in annotation `name`; the error says why it is invalid.
+/// Parses the size in annotation `name`; the error describes why it is invalid.
 pub fn space(name: &str, text: &str) -> Result<u64, String> {
     bytes(text).filter(|bytes| SPACE.contains(bytes)).ok_or_else(|| {
         format!("annotation {name} is {text:?}, it takes 1Mi to 16Ti (a number of bytes, or with Ki, Mi, Gi or Ti)")

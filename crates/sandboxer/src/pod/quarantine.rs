@@ -31,12 +31,12 @@ use super::journal::{self, JournalError};
 use crate::pod::pool;
 pub use entry::{Entry, Left, Listed, Report, Seen};
 
-/// Its directory in the state directory.
+/// Name of the quarantine's directory in the state directory.
 pub const DIR: &str = "quarantine";
 
 /// Maximum number of entries in a list.
 const MAX_LISTED: usize = 500;
-/// Maximum bytes of a record that are shown.
+/// Maximum length of the part of a record that is shown, bytes.
 const MAX_SHOWN: u64 = 64 << 10;
 /// Maximum size of a report, bytes.
 const MAX_REPORT: u64 = 64 << 10;
@@ -48,16 +48,16 @@ const TAKEN_UP: &str = "its pod is taken up as of the record before: a container
 /// Time limit for killed processes to exit.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
-/// An error with an entry.
+/// An error with an entry of the quarantine.
 #[derive(Debug, thiserror::Error)]
 pub enum QuarantineError {
-    /// The name is invalid.
+    /// The entry's name is invalid.
     #[error("the name of an entry is invalid")]
     Name(#[from] InvalidId),
-    /// No such entry.
+    /// The entry does not exist.
     #[error("nothing in quarantine is called {0}: `list` tells the names, which are to be given whole")]
     Unknown(Id),
-    /// It has no pod ID, so no daemon would look for it there.
+    /// The entry has no pod ID, so no daemon would look for its record in the journal.
     #[error(
         "entry {0} is no pod's by its name: move its record by hand, from where `show` tells to where it belongs"
     )]
@@ -69,9 +69,9 @@ pub enum QuarantineError {
     Recorded {
         /// The entry to release.
         entry: Id,
-        /// Its pod.
+        /// The pod of the entry.
         pod: SandboxId,
-        /// The other record.
+        /// The path of the other record.
         path: PathBuf,
     },
     /// The pod is still in use.
@@ -79,27 +79,27 @@ pub enum QuarantineError {
     InUse {
         /// The entry to destroy.
         entry: Id,
-        /// Its pod.
+        /// The pod of the entry.
         pod: SandboxId,
     },
-    /// Its processes were killed but did not exit.
+    /// The pod's processes were killed but did not exit.
     #[error(
         "processes {pids:?} of pod {pod} were killed and are not gone after {GONE_WITHIN:?}: the pod stays in quarantine"
     )]
     Lingering {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// The remaining processes.
+        /// The PIDs of the remaining processes.
         pids: Vec<u32>,
     },
     /// A system call failed.
     #[error("cannot {action} {path:?} of quarantined entry {entry}")]
     Path {
-        /// The entry.
+        /// The name of the entry.
         entry: String,
-        /// The action, such as "remove run directory".
+        /// The attempted operation, such as "remove run directory".
         action: &'static str,
-        /// Its path.
+        /// The path that the operation concerned.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -126,8 +126,8 @@ impl Quarantine {
         }
     }
 
-    /// Moves a record to the quarantine, with a report. Its pod's VMM, if any, is left alone. So is the previous record if the pod
-    /// is adopted (`taken_up`) by it; else it is moved, too.
+    /// Moves a record to the quarantine, with a report. The VMM of its pod, if any, keeps running. The previous record
+    /// is moved too, unless the pod is adopted by it (`taken_up`).
     pub fn put_aside(&self, error: &JournalError, taken_up: bool) -> io::Result<()> {
         let path = error.path();
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
@@ -166,7 +166,7 @@ impl Quarantine {
         names.sort();
         let strays = strays::all().map_err(self.host("", "read", Path::new("/proc")))?;
         for (index, name) in names.iter().enumerate() {
-            // An entry that is released or destroyed meanwhile is no error.
+            // An entry that is released or destroyed meanwhile is not an error.
             let Ok(meta) = fs::symlink_metadata(self.record(name)) else { continue };
             listed.bytes += meta.len();
             if index < MAX_LISTED {
@@ -210,8 +210,8 @@ impl Quarantine {
         Ok(entry)
     }
 
-    /// Ends an entry's pod and removes what is known of it: processes, then run directory, then record. Returns what
-    /// it was. Refused for those of `known`, the daemon's pods.
+    /// Ends an entry's pod and removes its processes, then the run directory, then the record. Returns the entry's last
+    /// state. Rejected for pods in `known`, which are the daemon's.
     pub fn destroy(&self, name: &str, known: &HashSet<SandboxId>) -> Result<Entry, QuarantineError> {
         let (entry, strays) = self.find(name)?;
         if let Some(pod) = &entry.pod {
@@ -228,7 +228,7 @@ impl Quarantine {
                 _ => {}
             }
         }
-        // The record last: as long as it is there, the request can be repeated.
+        // The record last: as long as it exists, the request can be repeated.
         self.remove(name, "remove report", &self.report_path(&entry.name))?;
         let record = self.record(&entry.name);
         self.remove(name, "remove the record before", &journal::before(&record))?;
@@ -237,14 +237,14 @@ impl Quarantine {
         Ok(entry)
     }
 
-    /// Returns the processes of a quarantined pod, and its entry. None if there is no entry or no process.
+    /// Returns the processes of a quarantined pod, and its entry; `None` if there is no entry or no process.
     pub fn running(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<u32>)>, QuarantineError> {
         let found = self.running_strays(pod)?;
         Ok(found.map(|(name, strays)| (name, strays.iter().map(|stray| stray.pid).collect())))
     }
 
-    /// Kills the processes of an entry's pod, and waits for their exit; the record stays. False: there
-    /// was none.
+    /// Kills the processes of an entry's pod, and waits for their exit; the record stays. Returns `false` if there was
+    /// no process.
     pub fn kill(&self, pod: &SandboxId) -> Result<bool, QuarantineError> {
         let Some((name, strays)) = self.running_strays(pod)? else { return Ok(false) };
         self.end(name.as_str(), pod, &strays)?;
@@ -253,21 +253,42 @@ impl Quarantine {
 
     fn running_strays(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<Stray>)>, QuarantineError> {
         let names = self.names().map_err(self.host("", "read", &self.dir))?;
-        let Some(name) = names.into_iter().find(|name| parts(name).1.as_ref() == Some(pod)) else {
-            return Ok(None);
-        };
+        let name = names.into_iter().find(|name| parts(name).1.as_ref() == Some(pod));
+        // Or the record could not be moved.
+        let stuck = || is_unreadable(&self.journal.join(format!("{pod}.json"))).then(|| pod.clone());
+        let Some(name) = name.or_else(stuck) else { return Ok(None) };
         let run_dir = self.pods.join(pod);
         let mut strays = strays::all().map_err(self.host("", "read", Path::new("/proc")))?;
         strays.retain(|stray| stray.is_of(&run_dir, &self.pool));
         Ok((!strays.is_empty()).then_some((name, strays)))
     }
 
-    /// Processes of all entries' pods.
+    /// Returns the pods whose records are unreadable and still in the journal.
+    fn stuck(&self) -> Vec<SandboxId> {
+        let entries = fs::read_dir(&self.journal).into_iter().flatten().flatten();
+        let unreadable = |entry: fs::DirEntry| {
+            let pod = entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok()?;
+            is_unreadable(&entry.path()).then_some(pod)
+        };
+        entries.filter_map(unreadable).collect()
+    }
+
+    /// Returns the processes of all entries' pods.
     pub fn pids(&self) -> io::Result<Vec<u32>> {
-        let pods: Vec<_> = self.names()?.iter().filter_map(|name| parts(name).1).collect();
+        Ok(self.processes()?.into_iter().map(|(_, stray)| stray.pid).collect())
+    }
+
+    /// Returns the pods of entries that have processes.
+    pub fn running_pods(&self) -> io::Result<HashSet<SandboxId>> {
+        Ok(self.processes()?.into_iter().map(|(pod, _)| pod).collect())
+    }
+
+    fn processes(&self) -> io::Result<Vec<(SandboxId, Stray)>> {
+        let mut pods: Vec<_> = self.names()?.iter().filter_map(|name| parts(name).1).collect();
+        pods.extend(self.stuck());
         let strays = if pods.is_empty() { Vec::new() } else { strays::all()? };
-        let of = |stray: &&Stray| pods.iter().any(|pod| stray.is_of(&self.pods.join(pod), &self.pool));
-        Ok(strays.iter().filter(of).map(|stray| stray.pid).collect())
+        let pod_of = |stray: &Stray| pods.iter().find(|pod| stray.is_of(&self.pods.join(pod), &self.pool));
+        Ok(strays.into_iter().filter_map(|stray| Some((pod_of(&stray)?.clone(), stray))).collect())
     }
 
     fn end(&self, name: &str, pod: &SandboxId, strays: &[Stray]) -> Result<(), QuarantineError> {
@@ -324,7 +345,7 @@ impl Quarantine {
         Ok(entries.flatten().filter_map(name).collect())
     }
 
-    /// Returns a unique name for a pod's record, and the time in it.
+    /// Returns a unique name for a pod's record, and the time in the name.
     fn unused_name(&self, pod: Option<&SandboxId>) -> io::Result<(Id, u64)> {
         let mut at_ns = now_ns();
         loop {
@@ -364,6 +385,11 @@ impl Quarantine {
     }
 }
 
+/// Returns whether there is an unreadable record at `path`.
+fn is_unreadable(path: &Path) -> bool {
+    path.exists() && journal::read(path).is_err()
+}
+
 fn rename_if_there(from: &Path, to: &Path) -> io::Result<()> {
     match fs::rename(from, to) {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
@@ -371,7 +397,7 @@ fn rename_if_there(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns the time and the pod of an entry.
+/// Returns the time and the pod in an entry's name.
 fn parts(name: &Id) -> (u64, Option<SandboxId>) {
     let (at, pod) = name.as_str().split_once('-').unwrap_or((name.as_str(), ""));
     (at.parse().unwrap_or(0), pod.parse().ok())
@@ -388,7 +414,7 @@ fn start_of(path: &Path, most: u64) -> io::Result<String> {
 fn unmount_below(run_dir: &Path) -> io::Result<()> {
     let table = Process::myself().and_then(|myself| myself.mountinfo());
     let mounts = table.map_err(io::Error::other)?.0;
-    // The last one is on top.
+    // The last mount is on top.
     for mount in mounts.iter().rev().filter(|mount| mount.mount_point.starts_with(run_dir)) {
         umount2(&mount.mount_point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
     }

@@ -1,12 +1,12 @@
 //! Statistics of guests, with a time limit, and without waking a guest that has not run.
 //!
-//! containerd asks every second for each container. An answer costs an idle guest more processor time than anything else that
-//! it does. So the last values are returned while the VMM has used less than [`Quiet`] of processor time since it gave
-//! them; the time for answers does not count.
+//! containerd requests them every second for each container. A response costs an idle guest more processor time than
+//! anything else that it does. So the last values are returned while the VMM has used less than [`Quiet`] of processor
+//! time since they were read; the time for responses does not count.
 //!
-//! containerd reads the statistics of all containers of a node one after the other: a hung guest would block the
-//! statistics of all pods. So no caller waits longer than [`LIMIT`], and for a guest that is known to be late no caller waits at all:
-//! the last values are returned.
+//! containerd reads the statistics of all containers of a node one after the other, so a hung guest would block the
+//! statistics of all pods. Therefore no caller waits longer than [`LIMIT`], and for a guest that is known to be late no
+//! caller waits at all: the last values are returned.
 
 use std::{
     collections::HashMap,
@@ -29,19 +29,20 @@ use crate::error::PodError;
 /// Time limit for a guest. containerd gives a kubelet's request for a whole node a few seconds.
 const LIMIT: Duration = Duration::from_millis(800);
 
-/// Processor time of a VMM whose guest has not done anything that statistics show. An idle guest uses some for its timers,
-/// and after each answer.
+/// Processor time of a VMM up to which its guest counts as idle: statistics do not change. An idle guest uses some for
+/// its timers, and after each response.
 #[derive(Debug, Clone, Copy)]
 pub struct Quiet(Duration);
 
 impl Quiet {
-    /// Returns that of guests on an accelerator, "kvm" or "tcg". All that an emulated guest does takes a multiple of the time.
+    /// Returns the threshold for guests on an accelerator, "kvm" or "tcg". An emulated guest needs a multiple of the
+    /// time for everything.
     pub fn on(accelerator: &str) -> Self {
         Self(Duration::from_millis(if accelerator == "tcg" { 25 } else { 5 }))
     }
 }
 
-/// Processor time of a VMM so far; `None`: not known.
+/// Processor time of a VMM so far; `None`: unknown.
 pub type CpuTime = Option<Duration>;
 
 /// The last statistics of one guest.
@@ -49,7 +50,7 @@ pub type CpuTime = Option<Duration>;
 pub struct Readings {
     pod: SandboxId,
     quiet: Quiet,
-    /// Counts old answers, of all pods.
+    /// Counter of old values returned, of all pods.
     old: Arc<AtomicU64>,
     // A plain lock: held for a lookup, never across an await.
     known: Mutex<Known>,
@@ -59,18 +60,20 @@ pub struct Readings {
 struct Known {
     /// The last values of each container and of the guest. Boxed: a map of two has space for four.
     last: HashMap<Option<ContainerId>, Box<Reading>>,
-    /// The part of the VMM's processor time during which it answered.
+    /// The part of the VMM's processor time that was spent on responses.
     answering: Duration,
-    /// Pending calls to the guest.
+    /// Number of pending calls to the guest.
     under_way: usize,
-    /// The guest did not answer one of them in time.
+    /// Whether the guest did not respond to a pending call in time.
     late: bool,
+    /// Number of removals of values: a response to a call from before the last removal is not kept.
+    forgotten: u64,
 }
 
 #[derive(Debug)]
 struct Reading {
     at: Instant,
-    /// The VMM's processor time, without that for answers.
+    /// The VMM's processor time, without the time for responses.
     ran: CpuTime,
     values: StatsResponse,
 }
@@ -88,20 +91,20 @@ impl Known {
         (ran < quiet).then(|| reading.values.clone())
     }
 
-    /// Returns a VMM's processor time without that for answers.
+    /// Returns a VMM's processor time without the time for responses.
     fn ran(&self, cpu_time: CpuTime) -> CpuTime {
         cpu_time.map(|all| all.saturating_sub(self.answering))
     }
 }
 
 impl Readings {
-    /// Creates an empty cache. `old` counts old answers.
+    /// Creates an empty cache. `old` counts old values returned.
     pub fn new(pod: SandboxId, quiet: Quiet, old: Arc<AtomicU64>) -> Self {
         Self { pod, quiet, old, known: Mutex::default() }
     }
 
-    /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long, or if the
-    /// guest has not run since. `cpu_time` returns the VMM's.
+    /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long, or if
+    /// the guest has not run since. `cpu_time` returns the VMM's processor time.
     pub async fn read(
         self: Arc<Self>,
         of: Option<ContainerId>,
@@ -109,7 +112,7 @@ impl Readings {
         ask: impl Future<Output = Result<StatsResponse, PodError>> + Send + 'static,
     ) -> Result<StatsResponse, PodError> {
         let before = cpu_time();
-        let alone = {
+        let (alone, forgotten) = {
             let mut known = self.known();
             if let Some(current) = known.current(&of, before, self.quiet) {
                 return Ok(current);
@@ -118,17 +121,17 @@ impl Readings {
                 return self.last(&mut known, &of);
             }
             known.under_way += 1;
-            known.under_way == 1
+            (known.under_way == 1, known.forgotten)
         };
-        // Continues without a waiter: its end shows that the guest answers again.
+        // Continues without a waiter: its end shows that the guest responds again.
         let asking = tokio::spawn({
             let (this, of) = (self.clone(), of.clone());
             async move {
                 let told = ask.await;
                 let now = cpu_time();
-                // Of several answers at the same time only the first one's time is counted.
+                // Of several concurrent responses, only the time of the first is counted.
                 let spent = now.zip(before).filter(|_| alone).map(|(now, before)| now.saturating_sub(before));
-                this.told(of, told, now, spent.unwrap_or_default())
+                this.told(of, told, now, spent.unwrap_or_default(), forgotten)
             }
         });
         match timeout(LIMIT, asking).await {
@@ -147,9 +150,11 @@ impl Readings {
         }
     }
 
-    /// Removes the values of a container, or of the guest.
+    /// Removes the values of a container, or of the guest, so that the next caller gets current ones.
     pub fn forget(&self, of: Option<&ContainerId>) {
-        self.known().last.remove(&of.cloned());
+        let mut known = self.known();
+        known.last.remove(&of.cloned());
+        known.forgotten += 1;
     }
 
     fn told(
@@ -158,6 +163,7 @@ impl Readings {
         told: Result<StatsResponse, PodError>,
         cpu_time: CpuTime,
         spent: Duration,
+        forgotten: u64,
     ) -> Result<StatsResponse, PodError> {
         let mut known = self.known();
         known.answering += spent;
@@ -166,7 +172,9 @@ impl Readings {
         if known.under_way == 0 || told.is_ok() {
             known.late = false;
         }
-        if let Ok(values) = &told {
+        if let Ok(values) = &told
+            && known.forgotten == forgotten
+        {
             let ran = known.ran(cpu_time);
             let reading = Reading { at: Instant::now(), ran, values: values.clone() };
             known.last.insert(of, Box::new(reading));
@@ -238,7 +246,7 @@ mod tests {
         assert_eq!(readings.clone().read(None, unknown, ready(using(4))).await.unwrap().pids, 4);
     }
 
-    /// A kernel that does not tell a process's time.
+    /// Returns no time, like a kernel that does not report a process's time.
     fn unknown() -> CpuTime {
         None
     }
@@ -251,7 +259,7 @@ mod tests {
             let clock = clock.clone();
             move || Some(Duration::from_millis(clock.load(Ordering::Relaxed)))
         };
-        // Each answer costs the guest 7 ms.
+        // Each response costs the guest 7 ms.
         let says = |pids| {
             let clock = clock.clone();
             async move {

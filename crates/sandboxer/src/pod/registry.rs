@@ -47,7 +47,7 @@ impl Registry {
         self.read().pods.get(id).cloned().ok_or_else(|| PodError::NoPod(id.clone()))
     }
 
-    /// Finds the one pod whose id starts with `prefix`.
+    /// Finds the only pod whose id starts with `prefix`.
     pub fn pod_by_prefix(&self, prefix: &str) -> Result<PodHandle, PodError> {
         let invalid = |reason: String| PodError::Invalid { subject: format!("pod {prefix:?}"), reason };
         let inner = self.read();
@@ -62,7 +62,7 @@ impl Registry {
         }
     }
 
-    /// Returns every pod.
+    /// Returns all pods.
     pub fn pods(&self) -> Vec<PodHandle> {
         self.read().pods.values().cloned().collect()
     }
@@ -82,7 +82,7 @@ impl Registry {
         self.write().containers.remove(container);
     }
 
-    /// Finds the pod a container is in.
+    /// Finds the pod of a container.
     pub fn pod_of(&self, container: &ContainerId) -> Result<PodHandle, PodError> {
         let inner = self.read();
         let pod = inner.containers.get(container).and_then(|pod| inner.pods.get(pod));

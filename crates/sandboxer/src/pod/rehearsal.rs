@@ -1,10 +1,11 @@
 //! The rehearsal: a guest gets an identity and runs a container before it has a pod.
 //!
-//! What a guest does for the first time is slow: it reads its program's pages, fills its caches and takes memory for
-//! them; under emulation the code must be translated first; and every restored guest gets private copies of the pages it
-//! writes. Measured under emulation: a guest's first container takes five times as long as its second. So the rehearsal is
-//! the first: once in the guest of a template, for all its copies, and again in each copy that waits in the pool. It uses the
-//! same code path as every container, with a spec like containerd's, since only repeated work gets faster; it prints one
+//! Whatever a guest does for the first time is slow: it reads its program's pages, fills its caches and takes memory
+//! for them; under emulation the code must be translated first; and every restored guest gets private copies of the
+//! pages it writes. Measured under emulation: a guest's first container takes five times as long as its second. So the
+//! rehearsal runs the first one: once in the guest of a template, for all its copies, and again in each copy that waits
+//! in the pool. It uses the same code path as every container, with a spec like containerd's, since only repeated work
+//! gets faster. Its container prints one line and leaves nothing.
 //! line and leaves nothing.
 
 mod program;
@@ -28,8 +29,10 @@ use sandboxer_protocol::{
     agent::{self as wire, ConfigurePodRequest},
     id::{ContainerId, SandboxId},
 };
-use sandboxer_vmm::{DiskLimits, DiskSpec, Vm};
+use sandboxer_vmm::{DiskLimits, DiskRecord, Vm};
 use serde_json::json;
+use tokio::sync::OnceCell;
+use tokio_util::sync::CancellationToken;
 
 use super::spare;
 use crate::{
@@ -57,8 +60,9 @@ const STDERR: &str = "stderr";
 /// The rehearsal's container, as a bundle and an image on the host.
 #[derive(Debug)]
 pub struct Rehearsal {
-    bundle: PathBuf,
-    image: Mount,
+    state_dir: PathBuf,
+    /// The container's bundle and image, created at the first rehearsal.
+    container: OnceCell<(PathBuf, Mount)>,
     rootfs: Arc<RootfsStore>,
     volumes: Arc<VolumeStore>,
     /// Limits of each disk.
@@ -66,27 +70,41 @@ pub struct Rehearsal {
 }
 
 impl Rehearsal {
-    /// Creates both below the state directory.
+    /// Creates a rehearsal whose container is below the state directory.
     pub fn new(
         state_dir: &Path,
         rootfs: Arc<RootfsStore>,
         volumes: Arc<VolumeStore>,
         disk_limits: DiskLimits,
-    ) -> io::Result<Self> {
-        let (bundle, image) = container(state_dir)?;
-        Ok(Self { bundle, image, rootfs, volumes, disk_limits })
+    ) -> Self {
+        let (state_dir, container) = (state_dir.to_owned(), OnceCell::new());
+        Self { state_dir, container, rootfs, volumes, disk_limits }
     }
 
-    /// Gives the guest of `vm` an identity with so many network interfaces, runs the container, which uses up `spare`, and
-    /// gives the guest another one. Returns that.
+    /// Returns the container's bundle and image; creates them at the first call.
+    async fn container(&self, pod: &SandboxId) -> Result<&(PathBuf, Mount), PodError> {
+        let made = self.container.get_or_try_init(async || {
+            let state_dir = self.state_dir.clone();
+            tokio::task::spawn_blocking(move || container(&state_dir)).await.map_err(io::Error::other)?
+        });
+        made.await.map_err(|source| PodError::Path {
+            pod: pod.clone(),
+            action: "prepare the rehearsal in",
+            path: self.state_dir.clone(),
+            source,
+        })
+    }
+
+    /// Gives the guest of `vm` an identity with `nics` network interfaces, runs the container, which uses up `spare`,
+    /// and provides another spare disk, which it returns.
     pub async fn run(
         &self,
         id: &SandboxId,
         vm: &Arc<dyn Vm>,
         agent: &Agent,
         nics: u8,
-        spare: Option<DiskSpec>,
-    ) -> Result<Option<DiskSpec>, PodError> {
+        spare: Option<DiskRecord>,
+    ) -> Result<Option<DiskRecord>, PodError> {
         agent.configure_pod(ConfigurePodRequest { interfaces: interfaces(nics), ..identity(id) }).await?;
         let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits: self.disk_limits };
         self.run_container(id, &live, spare).await?;
@@ -100,17 +118,18 @@ impl Rehearsal {
         &self,
         id: &SandboxId,
         live: &RunningVm,
-        spare: Option<DiskSpec>,
+        spare: Option<DiskRecord>,
     ) -> Result<(), PodError> {
         let container: ContainerId = id.clone();
         let pod = PodSpec::plain(id.clone(), 0, 0);
+        let (bundle, image) = self.container(id).await?;
         let new = NewContainer {
             id: container.clone(),
-            bundle: self.bundle.clone(),
-            mounts: vec![self.image.clone()],
+            bundle: bundle.clone(),
+            mounts: vec![image.clone()],
             stdio: StdioPaths {
-                stdout: self.bundle.join(STDOUT),
-                stderr: self.bundle.join(STDERR),
+                stdout: bundle.join(STDOUT),
+                stderr: bundle.join(STDERR),
                 ..StdioPaths::default()
             },
             beside: Vec::new(),
@@ -118,9 +137,9 @@ impl Rehearsal {
         // Not counted among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
         let helpers = &self.volumes.helpers;
-        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, helpers.clone());
+        let shares = Shares::new(id.clone(), bundle.clone(), 0, None, helpers.clone());
         let volumes = Volumes::new(self.volumes.clone(), shares, None);
-        // A second disk at the same controller would make the guest wait, now and at the pod's first container.
+        // A second disk on the same controller would make the guest wait, now and at the pod's first container.
         volumes.spare.put(spare);
         let front = Front::none();
         let means = CreateContext {
@@ -129,18 +148,20 @@ impl Rehearsal {
             volumes: &volumes,
             stages: &stages,
             place: None,
+            cancel: &CancellationToken::new(),
         };
         let guest_spec = container_spec::read(&pod, &new, helpers).await?;
         let created = start::create(&pod, live, means, &new, guest_spec).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;
-        let exit = start::follow(live, &subject, 0, running, None, helpers).await;
+        let exit = start::follow(live, &subject, 0, None, helpers).await;
+        running.drained().await;
         if exit.code != 0 {
             let reason = format!("it ended with code {} {}", exit.code, exit.reason);
             return Err(PodError::Failed { subject: format!("rehearsal in {id}"), reason });
         }
-        start::delete(live, &container, &created.disks).await
+        start::delete(live, &container, &start::serials(&created.disks)).await
     }
 }
 
@@ -175,7 +196,7 @@ fn container(state_dir: &Path) -> io::Result<(PathBuf, Mount)> {
     }
     let path = within("lower").join(PROGRAM);
     let program = program::elf();
-    // Not rewritten if unchanged: the cached image of it is identified by the modification time.
+    // Not rewritten if unchanged: the cached image is identified by the file's modification time.
     if fs::read(&path).ok().as_ref() != Some(&program) {
         let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o755).open(path)?;
         io::Write::write_all(&mut file, &program)?;
@@ -186,7 +207,10 @@ fn container(state_dir: &Path) -> io::Result<(PathBuf, Mount)> {
             Err(errno) => return Err(errno.into()),
         }
     }
-    fs::write(within("config.json"), spec().to_string())?;
+    let (config, spec) = (within("config.json"), spec().to_string());
+    if fs::read(&config).ok().as_deref() != Some(spec.as_bytes()) {
+        fs::write(config, spec)?;
+    }
     let image = Mount {
         fstype: "overlay".into(),
         source: "overlay".into(),
@@ -273,7 +297,7 @@ fn spec() -> serde_json::Value {
     })
 }
 
-/// Returns interfaces like those of pods, for a VM with this many. They connect to nothing.
+/// Returns interfaces like a pod's, for a VM with this many. They connect to nothing.
 fn interfaces(nics: u8) -> Vec<wire::Interface> {
     // The documentation network, and its first address.
     let (network, router) = (vec![192, 0, 2, 0], vec![192, 0, 2, 1]);
@@ -310,7 +334,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (bundle, _) = container(dir.path()).unwrap();
         let path = bundle.join("lower").join(PROGRAM);
-        // Run from a copy made by another process: this one may have forked with it open for writing.
+        // Run from a copy made by another process: this one may have forked while it was open for writing.
         let copy = dir.path().join("program");
         assert!(std::process::Command::new("cp").args([&path, &copy]).status().unwrap().success());
         let output = std::process::Command::new(copy).output().unwrap();

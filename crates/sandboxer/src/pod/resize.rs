@@ -1,21 +1,25 @@
-//! A running VM's size follows the limits of its pod.
+//! Keeps the size of a running VM in step with the limits of its pod.
 //!
 //! ```text
-//! limits rise:  plug ──▶ the guest has it ──▶ limits in the guest ──▶ answer
-//! limits fall:  limits in the guest ──▶ answer ──▶ unplug ──▶ what the guest keeps stays, and is logged
+//! limits rise:  plug ──▶ the guest has it ──▶ limits in the guest ──▶ reply
+//! limits fall:  limits in the guest ──▶ reply ──▶ unplug ──▶ what the guest keeps stays, and is logged
 //! ```
 //!
-//! [`Memory`] and [`Vcpus`] know what a limit needs. Without room to grow, only the limits in the guest change.
+//! [`Memory`] and [`Vcpus`] know the size needed for a limit. Without room to grow, only the limits in the guest
+//! change.
 
-use std::sync::Arc;
+use std::{
+    collections::HashMap,
+    sync::{self, Arc, PoisonError},
+};
 
 use sandboxer_base::chain;
-use sandboxer_guest::Agent;
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use sandboxer_vmm::{Shape, Vm, VmmError};
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use super::{
+    container::start::RunningVm,
     limits::{Amounts, ContainerLimits, SharedLimits, Sum},
     memory::Memory,
     spec::Limits,
@@ -30,17 +34,21 @@ pub struct Resizer {
     boot: Shape,
     memory: Memory,
     vcpus: Vcpus,
+    /// Limits of each container that has not exited.
+    // A plain lock: held for a copy, never across an await.
+    containers: sync::Mutex<HashMap<ContainerId, Arc<SharedLimits>>>,
     // Held across calls on purpose: one change begins after the other has ended.
-    limits: Mutex<Limits>,
+    limits: Arc<Mutex<Limits>>,
 }
 
-/// One change.
-pub struct Change<'a> {
-    resizer: &'a Resizer,
-    vm: &'a dyn Vm,
-    agent: &'a Agent,
-    /// Of all containers together.
-    limits: MutexGuard<'a, Limits>,
+/// A change of limits in progress.
+pub struct Change {
+    resizer: Arc<Resizer>,
+    live: RunningVm,
+    /// The limits of all containers together.
+    limits: OwnedMutexGuard<Limits>,
+    /// Whether the change concerns the limits of one container.
+    changes_a_container: bool,
 }
 
 /// The limits of a pod's containers before and after a change.
@@ -50,7 +58,7 @@ struct Sums {
     after: Sum,
 }
 
-/// What was requested of a VM before it grew; `None`: that has not changed.
+/// The size requested of a VM before it grew; `None`: unchanged.
 #[derive(Debug, Clone, Copy)]
 struct Before {
     memory_mib: Option<u64>,
@@ -58,23 +66,39 @@ struct Before {
 }
 
 impl Resizer {
-    /// Returns the size of a pod's VM that booted with `boot`; no pod has more than `max`.
+    /// Returns the size of a pod's VM that booted with `boot`; no pod may exceed `max`.
     pub fn new(pod: SandboxId, boot: Shape, max: Shape, limits: Limits) -> Self {
         Self {
             memory: Memory::new(pod.clone(), boot.memory_mib, max.memory_mib),
             vcpus: Vcpus::new(pod.clone(), boot.vcpus, max.vcpus),
             pod,
             boot,
-            limits: Mutex::new(limits),
+            containers: sync::Mutex::default(),
+            limits: Arc::new(Mutex::new(limits)),
         }
     }
 
-    /// Begins a change, after all earlier ones have ended.
-    pub async fn change<'a>(&'a self, vm: &'a dyn Vm, agent: &'a Agent) -> Change<'a> {
-        Change { resizer: self, vm, agent, limits: self.limits.lock().await }
+    /// Adds a container: changes from now on preserve its limits.
+    pub fn add(&self, container: &ContainerId, limits: Arc<SharedLimits>) {
+        self.containers().insert(container.clone(), limits);
     }
 
-    /// Returns the size of the VM now.
+    /// Removes a container that has exited.
+    pub fn remove(&self, container: &ContainerId) {
+        self.containers().remove(container);
+    }
+
+    fn containers(&self) -> sync::MutexGuard<'_, HashMap<ContainerId, Arc<SharedLimits>>> {
+        self.containers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a change, after all earlier ones have ended.
+    pub async fn change(self: &Arc<Self>, live: &RunningVm) -> Change {
+        let limits = self.limits.clone().lock_owned().await;
+        Change { resizer: self.clone(), live: live.clone(), limits, changes_a_container: false }
+    }
+
+    /// Returns the current size of the VM.
     pub async fn size(&self, vm: &dyn Vm) -> Result<Shape, VmmError> {
         let memory = vm.hotplugged_memory().await?.map_or(0, |memory| memory.plugged_mib);
         let vcpus = vm.vcpus().await?.map_or(self.boot.vcpus, |vcpus| vcpus.plugged);
@@ -82,9 +106,9 @@ impl Resizer {
     }
 }
 
-impl Change<'_> {
-    /// Changes the limits of all containers together. Returns after the guest has them; [`Change::end`] is to be called
-    /// after that.
+impl Change {
+    /// Changes the limits of all containers together. Returns after the guest has them; the caller must then call
+    /// [`Change::end`].
     pub async fn of_pod(&mut self, limits: &Limits) -> Result<(), PodError> {
         let before = self.grow(Amounts::of_pod(limits)).await?;
         if let Err(error) = self.set(*limits).await {
@@ -94,21 +118,18 @@ impl Change<'_> {
         Ok(())
     }
 
-    /// Changes the limits of one container, OCI's `linux.resources`. `all` are the pod's containers. Returns the sum of
-    /// their limits, after the guest has them.
-    pub async fn of_container(
-        &mut self,
-        of: &ContainerId,
-        resources: Vec<u8>,
-        all: &[(ContainerId, Arc<SharedLimits>)],
-    ) -> Result<Sum, PodError> {
+    /// Changes the limits of one container, OCI's `linux.resources`. Returns after the guest has them; the caller must
+    /// then call [`Change::end`].
+    pub async fn of_container(&mut self, of: &ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
+        // Now, not when the change was requested: an earlier one may have lasted.
+        let all = self.resizer.containers().clone();
         let asked = ContainerLimits::of_json(&resources);
         let changed = |container: &ContainerId, limits: &SharedLimits| match container == of {
             true => asked.or(limits.get()),
             false => limits.get(),
         };
         let sums = Sums {
-            before: Sum::of(all.iter().map(|(_, limits)| limits.get())),
+            before: Sum::of(all.values().map(|limits| limits.get())),
             after: Sum::of(all.iter().map(|(container, limits)| changed(container, limits))),
         };
         let before = self.grow(sums.after.amounts.max(Amounts::of_pod(&self.limits))).await?;
@@ -116,13 +137,15 @@ impl Change<'_> {
             self.undo(before).await;
             return Err(error);
         }
-        for (container, limits) in all.iter().filter(|(container, _)| container == of) {
-            limits.set(changed(container, limits));
+        if let Some(limits) = all.get(of) {
+            limits.set(changed(of, limits));
         }
-        Ok(sums.after)
+        self.changes_a_container = true;
+        Ok(())
     }
 
-    /// A limit of the pod that is the sum of its containers' stays that: before 2.3, containerd does not pass it on.
+    /// Changes the limits of a container. A pod's limit that is the sum of its containers' limits stays their sum:
+    /// containerd before 2.3 does not pass it on.
     async fn limit_container(
         &mut self,
         of: &ContainerId,
@@ -133,7 +156,7 @@ impl Change<'_> {
         if let Some(higher) = sums.followed_by(&before, |sum, all| sum > all) {
             self.set(higher).await?;
         }
-        if let Err(error) = self.agent.update_container(of, resources).await {
+        if let Err(error) = self.live.agent.update_container(of, resources).await {
             if *self.limits != before
                 && let Err(error) = self.set(before).await
             {
@@ -154,54 +177,57 @@ impl Change<'_> {
         *self.limits
     }
 
-    /// Unplugs what is not needed for the pod's limits and for those of its containers, `None` if they did not change.
-    pub async fn end(&self, containers: Option<Sum>) {
-        let none = Sum { amounts: Amounts::default(), all_memory: true, all_cpu: true };
-        let Sum { amounts, all_memory, all_cpu } = containers.unwrap_or(none);
+    /// Unplugs what is not needed for the pod's limits and, if a container's limit has changed, for the containers'
+    /// limits.
+    pub async fn end(&self) {
+        // All current containers: one may have been created meanwhile.
+        let all =
+            if self.changes_a_container { self.resizer.containers().clone() } else { HashMap::default() };
+        let Sum { amounts, all_memory, all_cpu } = Sum::of(all.values().map(|limits| limits.get()));
         let needed = amounts.max(Amounts::of_pod(&self.limits));
-        // A container without a limit may need what there is.
+        // A container without a limit may need all that there is.
         if all_memory && needed.memory_bytes > 0 {
-            self.resizer.memory.unplug(self.vm, needed.memory_bytes).await;
+            self.resizer.memory.unplug(self.live.vm.as_ref(), needed.memory_bytes).await;
         }
         if all_cpu && needed.cpu_micros > 0 {
-            self.resizer.vcpus.unplug(self.vm, needed.cpu_micros).await;
+            self.resizer.vcpus.unplug(self.live.vm.as_ref(), needed.cpu_micros).await;
         }
     }
 
-    /// Returns the size of the VM now; `None`: its VMM does not say.
+    /// Returns the current size of the VM; `None`: its VMM does not report it.
     pub async fn size(&self) -> Option<Shape> {
-        self.resizer.size(self.vm).await.ok()
+        self.resizer.size(self.live.vm.as_ref()).await.ok()
     }
 
     async fn set(&mut self, limits: Limits) -> Result<(), PodError> {
-        self.agent.update_pod(limits.for_guest()).await?;
+        self.live.agent.update_pod(limits.for_guest()).await?;
         *self.limits = self.limits.changed_by(limits);
         Ok(())
     }
 
-    /// Returns once the guest has what is needed for limits of these amounts.
+    /// Grows the VM until the guest has what limits of these amounts need.
     async fn grow(&self, needed: Amounts) -> Result<Before, PodError> {
-        let Resizer { memory, vcpus, .. } = self.resizer;
-        let memory_mib = memory.plug(self.vm, needed.memory_bytes).await?;
-        match vcpus.plug(self.vm, self.agent, needed.cpu_micros).await {
+        let Resizer { memory, vcpus, .. } = &*self.resizer;
+        let memory_mib = memory.plug(self.live.vm.as_ref(), needed.memory_bytes).await?;
+        match vcpus.plug(self.live.vm.as_ref(), &self.live.agent, needed.cpu_micros).await {
             Ok(vcpus) => Ok(Before { memory_mib, vcpus }),
             Err(error) => {
-                memory.undo(self.vm, memory_mib).await;
+                memory.undo(self.live.vm.as_ref(), memory_mib).await;
                 Err(error)
             }
         }
     }
 
-    /// Requests what was there before [`Change::grow`], and does not wait for it.
+    /// Requests the size from before [`Change::grow`], and does not wait for it.
     async fn undo(&self, Before { memory_mib, vcpus }: Before) {
-        self.resizer.memory.undo(self.vm, memory_mib).await;
-        self.resizer.vcpus.undo(self.vm, vcpus).await;
+        self.resizer.memory.undo(self.live.vm.as_ref(), memory_mib).await;
+        self.resizer.vcpus.undo(self.live.vm.as_ref(), vcpus).await;
     }
 }
 
 impl Sums {
-    /// Returns the limits of a pod, which now has `now`, that are the sums of its containers' limits and change with them in
-    /// the direction of `changes`; `None`: there are none.
+    /// Returns the new value of those limits of a pod, now `now`, that are the sums of its containers' limits and
+    /// change with them in the direction of `changes`; `None` if there are none.
     fn followed_by(&self, now: &Limits, changes: impl Fn(u64, u64) -> bool) -> Option<Limits> {
         let (Self { before, after }, all) = (self, Amounts::of_pod(now));
         let follows = |complete: bool, before: u64, after: u64, all: u64| {

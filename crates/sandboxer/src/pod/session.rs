@@ -1,8 +1,8 @@
 //! Keeps a session with the agent of a pod that is ready.
 //!
-//! A session may end while both sides live on: a VMM closes its socket, or a frame cannot be read. The agent is then greeted again,
-//! as by a daemon that adopts a pod, and pending calls resume: output by its offset, exits of
-//! processes, signals by their request id ([`Agent::resume`](sandboxer_guest::Agent::resume)).
+//! A session may end while both sides live on: a VMM closes its socket, or a frame cannot be read. The agent is then
+//! greeted again, as by a daemon that adopts a pod, and pending calls resume: output by its offset, exits of processes,
+//! signals by their request id ([`Agent::resume`](sandboxer_guest::Agent::resume)).
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,12 +15,13 @@ use crate::{error::PodError, pod::container::start::RunningVm};
 
 /// Delay before the first greeting. If the VM has exited, this is noticed by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// Maximum delay; it doubles from greeting to greeting, because a guest may end every session at once.
+/// Maximum delay; it doubles from greeting to greeting, because a guest may end every session immediately.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
-/// After a session of this length, the delay starts from the minimum again.
+/// Length of a session after which the delay starts from the minimum again.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// Creates a new session whenever one ends, until it is dropped. Returns the guest's fault if it broke one.
+/// Creates a new session whenever one ends, until the returned future is dropped. Returns the guest's fault if it broke
+/// a session.
 pub async fn keep(node: Arc<DaemonState>, pod: SandboxId, key: LinkKey, live: RunningVm) -> PodError {
     let mut pause = FIRST_PAUSE;
     loop {
@@ -34,7 +35,7 @@ pub async fn keep(node: Arc<DaemonState>, pod: SandboxId, key: LinkKey, live: Ru
         loop {
             sleep(pause).await;
             pause = (2 * pause).min(MAX_PAUSE);
-            // Boxed: it is rare, and larger than all that waits for it.
+            // Boxed: it is rare, and larger than the future that waits for it.
             match Box::pin(resume(&node, &pod, &key, &live)).await {
                 Ok(()) => break,
                 Err(error) => {

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_host::network::NetLimits;
-use sandboxer_process::cgroup::Unlimited;
+use sandboxer_process::{cgroup::Unlimited, rlimits::Rlimits};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::DiskLimits;
 use serde::{Deserialize, Serialize};
@@ -14,63 +14,106 @@ use crate::template::Shape;
 /// The requested pod, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodSpec {
-    /// containerd's id of the sandbox.
+    /// The sandbox's id at containerd.
     pub id: SandboxId,
-    /// Bundle of its sandbox container, by which a containerd without a sandbox controller knows it.
+    /// Bundle of the pod's sandbox container, by which a containerd without a sandbox controller identifies the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bundle: Option<PathBuf>,
-    /// Kubernetes' name of the pod.
+    /// Name of the pod in Kubernetes.
     pub name: String,
-    /// Kubernetes' namespace of the pod.
+    /// Namespace of the pod in Kubernetes.
     pub namespace: String,
-    /// Kubernetes' uid of the pod.
+    /// UID of the pod in Kubernetes.
     pub uid: String,
     /// Hostname in the guest; never empty.
     pub hostname: String,
-    /// The pod's network namespace; none for hostNetwork.
+    /// The pod's network namespace; `None` for hostNetwork.
     pub netns: Option<PathBuf>,
-    /// Its IP addresses, from containerd; empty for a pod without a network.
+    /// The pod's IP addresses, from containerd; empty for a pod without a network.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
     /// Content of `/etc/resolv.conf` in the guest, if the pod has a DNS configuration.
     pub resolv_conf: Option<String>,
-    /// Its containers share a PID namespace.
+    /// Whether the pod's containers share a PID namespace.
     #[serde(default)]
     pub shared_pids: bool,
-    /// Parent control group of its VMM on the host; empty if CRI named none.
+    /// Parent cgroup of the pod's VMM on the host; empty if CRI named none.
     #[serde(default)]
     pub cgroup_parent: String,
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
-    /// The fastest start path that it may use.
-    // Its name in records of all releases.
+    /// Kernel parameters that the guest takes from the node, as far as its kernel accepts them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub node_sysctls: BTreeMap<String, String>,
+    /// Resource limits of the pod's containers whose specification has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rlimits: Rlimits,
+    /// Whether image volumes are on the containers' disks in the guest instead of being live shares.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub image_volumes_on_disk: bool,
+    /// Maximum number of processes and threads of the pod's containers together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_processes: Option<u64>,
+    /// The fastest start path that the pod may use.
+    // The field's name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
-    /// The VMM that its runtime handler names; none: the configured one.
+    /// The reason why the pod may not use a VM of the pool, though its runtime handler may.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_from_pool: Option<KeptFromPool>,
+    /// The VMM that the pod's runtime handler names; `None`: the configured one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmm: Option<VmmName>,
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
-    /// Its VM's memory is in huge pages of the host.
+    /// Whether the VM's memory is in huge pages of the host.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub huge_pages: bool,
-    /// Host ports that are forwarded to the same ports of its loopback (hostNetwork only).
+    /// Host ports that are forwarded to the same ports of the guest's loopback (hostNetwork only).
     #[serde(default)]
     pub host_ports: Vec<u16>,
     /// Limits of all containers together.
     #[serde(default)]
     pub limits: Limits,
-    /// Disk sizes for its containers' writes.
+    /// Disk sizes for the containers' writes.
     #[serde(default)]
     pub room: Room,
-    /// Limits of each of its disks.
+    /// Limits of each of the pod's disks.
     #[serde(default, skip_serializing_if = "DiskLimits::is_none")]
     pub disk_limits: DiskLimits,
-    /// Limits of each of its network interfaces.
+    /// Limits of each of the pod's network interfaces.
     #[serde(default, skip_serializing_if = "NetLimits::is_none")]
     pub net_limits: NetLimits,
+}
+
+/// A requested feature that no VM of the pool has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum KeptFromPool {
+    /// Memory in huge pages: copies of a template share its memory, which is not in huge pages. Such a VM boots.
+    HugePages,
+    /// Disk limits other than the configured ones: VMs of the pool already have a disk. Such a VM is a copy.
+    DiskLimits,
+}
+
+impl KeptFromPool {
+    /// Returns the reason's label in metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            KeptFromPool::HugePages => "huge-pages",
+            KeptFromPool::DiskLimits => "disk-limits",
+        }
+    }
+
+    /// Returns the fastest start path that remains.
+    pub const fn start_path(self) -> StartPath {
+        match self {
+            KeptFromPool::HugePages => StartPath::Boot,
+            KeptFromPool::DiskLimits => StartPath::Template,
+        }
+    }
 }
 
 /// Limits of all containers of a pod together. 0: not specified; negative: no limit.
@@ -80,12 +123,12 @@ pub struct Limits {
     pub cpu_quota_us: i64,
     /// Length of a period, µs; 0: the kernel's default.
     pub cpu_period_us: u64,
-    /// Memory, bytes.
+    /// Memory limit, bytes.
     pub memory_bytes: i64,
 }
 
 impl Limits {
-    /// Returns the same limits without the unlimited ones.
+    /// Returns these limits; the `unlimited` ones become -1, no limit.
     pub fn without(self, unlimited: Unlimited) -> Self {
         Self {
             cpu_quota_us: if unlimited.cpu { -1 } else { self.cpu_quota_us },
@@ -94,7 +137,7 @@ impl Limits {
         }
     }
 
-    /// Returns these limits after a change to those of `others` that are specified.
+    /// Returns these limits, replaced where `others` specifies a limit.
     pub fn changed_by(self, others: Self) -> Self {
         let (cpu, memory) = (others.cpu_quota_us != 0, others.memory_bytes != 0);
         Self {
@@ -111,7 +154,7 @@ impl Limits {
     }
 }
 
-/// Disk sizes that a pod requested; none: the configured ones.
+/// Disk sizes that a pod requested; `None`: the configured ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
     /// Maximum bytes that each container may write to its root file system.
@@ -136,7 +179,12 @@ impl PodSpec {
             shared_pids: false,
             cgroup_parent: String::new(),
             sysctls: BTreeMap::new(),
+            node_sysctls: BTreeMap::new(),
+            rlimits: Rlimits::new(),
+            image_volumes_on_disk: false,
+            max_processes: None,
             start_path: StartPath::default(),
+            kept_from_pool: None,
             vmm: None,
             vcpus,
             memory_mib,
@@ -149,7 +197,7 @@ impl PodSpec {
         }
     }
 
-    /// Returns the shape of its VM with this number of network interfaces.
+    /// Returns the shape of the pod's VM with this number of network interfaces.
     pub fn shape(&self, nics: usize) -> Shape {
         // Cannot overflow: a pod with more than a few is rejected.
         let nics = u8::try_from(nics).unwrap_or(u8::MAX);

@@ -13,17 +13,17 @@ use sandboxer_protocol::stage::Stage;
 
 use super::stages::Outcome;
 
-/// Every outcome, in the order of their discriminants.
+/// All outcomes, in the order of their discriminants.
 const OUTCOMES: [Outcome; 3] = [Outcome::Ok, Outcome::Failed, Outcome::Cancelled];
-/// Decimal digits kept of a time: a bucket is at most 1 % wide.
+/// Number of significant decimal digits of a time: a bucket is at most 1 % wide.
 const DIGITS: u8 = 2;
 
 /// The histograms since the daemon's start.
 #[derive(Debug)]
 pub struct StageTimes {
     since: Instant,
-    // Plain locks: held for an addition or a copy, never across an await. One each, so that starts
-    // in different stages don't meet.
+    // Plain locks: held for an addition or a copy, never across an await. One each, so that starts in different stages
+    // do not contend.
     cells: Vec<Mutex<Option<Cell>>>,
 }
 
@@ -37,9 +37,9 @@ struct Cell {
 /// A summary of one histogram.
 #[derive(Debug, Clone)]
 pub struct StageSummary {
-    /// The stage.
+    /// The stage of the histogram.
     pub stage: Stage,
-    /// The outcome.
+    /// The outcome of the stage.
     pub outcome: Outcome,
     /// The sum of all times, ns.
     pub sum_ns: u64,
@@ -54,7 +54,7 @@ impl Default for StageTimes {
 }
 
 impl StageTimes {
-    /// Adds a time.
+    /// Adds the duration of one stage.
     pub fn record(&self, stage: Stage, outcome: Outcome, duration_ns: u64) {
         let Some(cell) = self.cells.get(stage as usize * OUTCOMES.len() + outcome as usize) else { return };
         let mut cell = cell.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,13 +62,13 @@ impl StageTimes {
             *cell = Histogram::new(DIGITS).ok().map(|micros| Cell { micros, sum_ns: 0 });
         }
         if let Some(cell) = cell.as_mut() {
-            // It resizes automatically.
+            // The histogram resizes automatically, so this cannot fail.
             let _ = cell.micros.record(duration_ns / 1000);
             cell.sum_ns = cell.sum_ns.saturating_add(duration_ns);
         }
     }
 
-    /// Returns the summaries in the order of stages, without those that are empty.
+    /// Returns the summaries in the order of stages, without empty ones.
     pub fn summaries(&self) -> Vec<StageSummary> {
         let kinds = Stage::ALL.into_iter().flat_map(|stage| OUTCOMES.map(|outcome| (stage, outcome)));
         kinds
@@ -87,7 +87,7 @@ impl StageTimes {
 }
 
 impl StageSummary {
-    /// Number of times.
+    /// Returns the number of recorded times.
     pub fn count(&self) -> u64 {
         self.micros.len()
     }
@@ -97,7 +97,7 @@ impl StageSummary {
         self.micros.value_at_quantile(part).saturating_mul(1000)
     }
 
-    /// Returns the shortest and longest, ns.
+    /// Returns the shortest and longest time, ns.
     pub fn range_ns(&self) -> (u64, u64) {
         (self.micros.min().saturating_mul(1000), self.micros.max().saturating_mul(1000))
     }

@@ -1,4 +1,5 @@
-//! The steps of one start. Each is a tracing span and is stored with the pod; if the request is traced, it is a span of that trace, too.
+//! The steps of one start. Each is a tracing span and is stored with the pod; if the request is traced, it is also a
+//! span of that trace.
 
 use std::{
     future::Future,
@@ -16,16 +17,16 @@ use crate::traces::{Ended, SpanContext};
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// It succeeded.
+    /// The step succeeded.
     Ok,
-    /// It failed.
+    /// The step failed.
     Failed,
-    /// It was cancelled.
+    /// The step was cancelled.
     Cancelled,
 }
 
 impl Outcome {
-    /// Returns the outcome for messages and metrics.
+    /// Returns the outcome's name, for messages and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Outcome::Ok => "ok",
@@ -38,13 +39,13 @@ impl Outcome {
 /// One completed step.
 #[derive(Debug, Clone, Copy)]
 pub struct Step {
-    /// Its stage.
+    /// The stage of the step.
     pub stage: Stage,
     /// Offset from the beginning of the start, ns.
     pub begin_ns: u64,
     /// Duration, ns.
     pub duration_ns: u64,
-    /// The outcome.
+    /// The outcome of the step.
     pub outcome: Outcome,
 }
 
@@ -56,7 +57,7 @@ pub struct Stages {
     // A plain lock: held for a push or a copy, never across an await.
     steps: Arc<Mutex<Vec<Step>>>,
     times: Arc<StageTimes>,
-    /// The request that they are part of.
+    /// The request that the steps are part of.
     request: SpanContext,
 }
 
@@ -66,12 +67,12 @@ impl Stages {
         Self { pod, began: Instant::now(), steps: Arc::default(), times, request: SpanContext::default() }
     }
 
-    /// Returns the same steps; those from now on are part of this request.
+    /// Returns the same steps; later steps are part of this request.
     pub fn within(self, request: SpanContext) -> Self {
         Self { request, ..self }
     }
 
-    /// Runs one step, in a span of its name.
+    /// Runs one step, in a span with the stage's name.
     pub async fn run<T, E>(&self, stage: Stage, step: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let span = tracing::info_span!("stage", stage = stage.as_str(), pod = %self.pod);
         let context = self.request.child();
@@ -90,7 +91,7 @@ impl Stages {
     }
 }
 
-/// Records the step when it ends, whatever its outcome.
+/// Records a step when it ends, whatever its outcome.
 struct Record<'a> {
     stages: &'a Stages,
     stage: Stage,

@@ -1,5 +1,5 @@
-//! The start of a pod, top to bottom. Each phase consumes the one before it, so a half-started pod
-//! cannot be used. Each phase registers its undo step, so a failed start leaves nothing behind.
+//! The start of a pod, top to bottom. Each phase consumes the previous one, so a half-started pod cannot be used. Each
+//! phase registers its undo step, so a failed start leaves nothing behind.
 //!
 //! ```text
 //!  Prepared ─▶ claim   ─▶ Greeted ─▶ configure ─▶ Up       from the pool
@@ -7,8 +7,8 @@
 //!           ─▶ boot    ─▶ Running ─▶ greet ─▶ …
 //! ```
 //!
-//! If the pool or a template cannot provide a VM, the start falls back to the next slower path. The caller of RunPodSandbox
-//! does not notice.
+//! If the pool or a template cannot provide a VM, the start falls back to the next slower path. The caller of
+//! RunPodSandbox does not notice.
 
 use std::{
     convert::Infallible, future::Future, io, mem, net::TcpListener, path::PathBuf, sync::Arc, time::Duration,
@@ -19,12 +19,12 @@ use sandboxer_config::{StartPath, VmmName};
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
 use sandboxer_protocol::{
-    agent::{ConfigurePodRequest, Ready},
+    agent::{ConfigurePodRequest, PodLimits, Ready},
     id::SandboxId,
     link::{LinkError, LinkKey},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError, VmmKey};
+use sandboxer_vmm::{DiskRecord, DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError, VmmKey};
 use tokio::{sync::SemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -48,43 +48,43 @@ use crate::{
     template::{Kind, Missing, Template},
 };
 
-/// Random bytes that the guest receives to seed its generator.
+/// Number of random bytes that the guest receives to seed its generator.
 const ENTROPY: usize = 64;
 
-/// How long to wait for the exit of a VM whose link broke.
+/// Time limit for the exit of a VM whose link broke.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A started pod.
 #[derive(Debug)]
 pub struct Up {
-    /// Its VM and agent.
+    /// The pod's VM and agent.
     pub live: RunningVm,
     /// The agent's ready message.
     pub ready: Ready,
-    /// The start path that provided its VM.
+    /// The start path that provided the VM.
     pub start_path: StartPath,
-    /// Its network interfaces.
+    /// The pod's network interfaces.
     pub interfaces: Vec<Interface>,
     /// Listeners on the host's ports that lead to the pod.
     pub host_ports: Vec<TcpListener>,
-    /// The move of its VMM into the pod's control group, if that is still under way.
+    /// The move of the VMM into the pod's cgroup, if it is still in progress.
     pub counting: Option<CgroupAttach>,
     /// A scratch disk that the guest has already mounted.
-    pub spare: Option<DiskSpec>,
-    /// Where its VMM runs.
+    pub spare: Option<DiskRecord>,
+    /// The placement of the VMM.
     pub placement: Placement,
 }
 
 /// Maximum number of boots per pod. Each boot gets an equal share of the remaining time.
 ///
-/// With emulated guests on an overloaded host, about one boot in 130 hung before its agent ran;
-/// a second boot nearly always succeeded.
+/// With emulated guests on an overloaded host, about one boot in 130 hung before its agent ran; a second boot nearly
+/// always succeeded.
 const BOOTS: u32 = 2;
 
-/// A start path faster than a boot gets this part of the remaining time, so that a hang leaves enough for the others.
+/// Divisor of the remaining time for a start path faster than a boot, so that a hang leaves enough for the others.
 const FASTER: u32 = 4;
 
-/// Where a pod's VM comes from.
+/// The source of a pod's VM.
 enum Source {
     Pool(Box<Warm>),
     Template(Arc<Template>),
@@ -92,7 +92,7 @@ enum Source {
 }
 
 impl Source {
-    /// Returns a source of a VM of this kind on this start path, or why there is none.
+    /// Returns a source of a VM of this kind on this start path, or the reason why there is none.
     fn take(
         node: &DaemonState,
         kind: Kind,
@@ -108,8 +108,8 @@ impl Source {
         }
     }
 
-    /// Returns what the host holds for the VM, if it is a pooled one. Whatever fails from here on, nothing of it is left behind,
-    /// including its directory if that has not become the pod's yet.
+    /// Returns the host's resources for the VM, if it is a pooled one. Whatever fails from here on, none of them is
+    /// left behind, including the VM's directory if it has not become the pod's yet.
     fn waited(&mut self, pod: &SandboxId, undo: &mut Undo) -> Option<Waited> {
         let Self::Pool(warm) = self else { return None };
         let (doomed, ended) = (warm.vm.clone(), end(pod, warm.vm.clone()));
@@ -122,7 +122,7 @@ impl Source {
     }
 }
 
-/// Starts a pod. If it is cancelled or fails, everything is undone before it returns.
+/// Starts a pod. If this is cancelled or fails, everything is undone before it returns.
 pub async fn start(
     node: &DaemonState,
     spec: &PodSpec,
@@ -139,6 +139,9 @@ pub async fn start(
     let deadline = Instant::now() + node.config.vm.boot_timeout;
     let interfaces = &interfaces;
     let mut start = Start { node, spec, kind, interfaces, key, stages, placement, deadline, boots: BOOTS };
+    if let Some(kept) = spec.kept_from_pool {
+        node.start_paths.missed(StartPath::Pool, kept.as_str(), None);
+    }
     let mut start_path = spec.start_path;
     loop {
         let failed = match Source::take(node, kind, start.placement.node(), start_path) {
@@ -202,11 +205,11 @@ struct Start<'a> {
     interfaces: &'a [Interface],
     key: &'a LinkKey,
     stages: &'a Stages,
-    /// The place of a VM that is made for the pod.
+    /// The place of a VM that is created for the pod.
     placement: Placement,
     /// The deadline of all attempts together. Time spent waiting for admission is added to it.
     deadline: Instant,
-    /// Remaining boots.
+    /// Number of remaining boots.
     boots: u32,
 }
 
@@ -272,7 +275,7 @@ impl<'a> Start<'a> {
         Ok(Up { placement, ..up? })
     }
 
-    /// Waits for admission of a new VM and moves the deadline by the time waited.
+    /// Waits for admission of a new VM, and moves the deadline by the time waited.
     async fn turn(&mut self) -> Result<Option<SemaphorePermit<'a>>, PodError> {
         let asked = Instant::now();
         let place = self.node.admission.enter(Work::Vm).await;
@@ -287,22 +290,22 @@ impl<'a> Start<'a> {
     }
 }
 
-/// What the host holds for a pooled VM.
+/// The host's resources for a pooled VM.
 struct Waited {
     taps: Vec<PooledTap>,
     vm: Arc<dyn Vm>,
 }
 
-/// The host side is ready: control group, run directory, taps.
+/// The phase in which the host side is ready: cgroup, run directory, taps.
 struct Prepared<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
     kind: Kind,
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
-    /// Their taps, unless the VM has them already.
+    /// The taps of the interfaces, unless the VM has them already.
     taps: VmTaps,
-    /// Set for a pooled VM.
+    /// The move of a pooled VMM into the pod's cgroup.
     counting: Option<CgroupAttach>,
 }
 
@@ -320,13 +323,13 @@ impl<'a> Prepared<'a> {
         };
         let mut counting = None;
         if let Some(Waited { vm, .. }) = &waited {
-            // The control group can only be removed after the VMM in it has ended.
+            // The cgroup can only be removed after the VMM in it has exited.
             undo.push("end the VMM", end(&spec.id, vm.clone()));
             counting = cgroup_attach::counted(node, spec, vm, undo);
         }
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
-            // A failed start or a killed daemon may have left it.
+            // A failed start or a killed daemon may have left the directory.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 std::fs::remove_dir_all(&run_dir)
                     .and_then(|()| make_private_dir(&run_dir))
@@ -376,8 +379,9 @@ impl<'a> Prepared<'a> {
         let vm = answered(self.spec, until, "the restore", restored)
             .await
             .inspect_err(|error| self.node.templates.not_restored(self.kind, template, error))?;
-        // A pod with other limits does not use it. The VMM has its file open, which can be unlinked.
-        let disk = spare.map(|spare| spare.disk).filter(|disk| disk.limits == self.spec.disk_limits);
+        // A pod with other limits does not use it. The VMM has the file open, so it can be unlinked and closed.
+        let is_fit = |disk: &DiskSpec| disk.limits == self.spec.disk_limits;
+        let disk = spare.map(|spare| spare.disk).filter(is_fit).map(|disk| disk.record());
         let running = Running { spare: disk, ..self.running(vm, StartPath::Template, until, undo) };
         answered(running.spec, until, "the resumption", running.vm.resume()).await?;
         Ok(running)
@@ -388,8 +392,8 @@ impl<'a> Prepared<'a> {
         let disks = spare.iter().map(|spare| spare.disk.clone()).collect();
         let described = VmSpec { disks, ..self.vm_spec(key) };
         let vm = answered(self.spec, until, "the boot", self.vmm().boot(&described)).await?;
-        // The VMM has its file open, which can be unlinked.
-        let spare = spare.map(|spare| spare.disk);
+        // The VMM has the file open, so it can be unlinked and closed.
+        let spare = spare.map(|spare| spare.disk.record());
         Ok(Running { spare, ..self.running(vm, StartPath::Boot, until, undo) })
     }
 
@@ -402,7 +406,7 @@ impl<'a> Prepared<'a> {
         let shape = spec.shape(self.taps.count());
         let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
         let cgroup = self.node.cgroups.of(&spec.cgroup_parent, &spec.id);
-        // What a VM gets later would be ordinary memory.
+        // Memory that a VM gets later would not be in huge pages.
         let growth_mib = if spec.huge_pages { 0 } else { described.growth_mib };
         self.taps.given_to(VmSpec { cgroup, huge_pages: spec.huge_pages, growth_mib, ..described })
     }
@@ -414,7 +418,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// The VM runs.
+/// The phase in which the VM runs.
 struct Running<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
@@ -424,7 +428,7 @@ struct Running<'a> {
     start_path: StartPath,
     interfaces: Vec<Interface>,
     /// A scratch disk that the guest has mounted.
-    spare: Option<DiskSpec>,
+    spare: Option<DiskRecord>,
 }
 
 impl<'a> Running<'a> {
@@ -439,10 +443,10 @@ impl<'a> Running<'a> {
     }
 }
 
-/// The agent answers.
+/// The phase in which the agent responds.
 struct Greeted<'a> {
     spec: &'a PodSpec,
-    /// As in [`Running::until`].
+    /// The deadline of this VM, as in [`Running::until`].
     until: Instant,
     up: Up,
 }
@@ -454,13 +458,16 @@ impl Greeted<'_> {
         let entropy: [u8; ENTROPY] = rand::random();
         // A booted guest has its key already. Sending it again would look like a greeting.
         let link_key = if up.start_path == StartPath::Boot { Vec::new() } else { key.as_bytes().to_vec() };
+        let processes = spec.max_processes.and_then(|most| i64::try_from(most).ok()).unwrap_or_default();
+        let limits = PodLimits { processes, ..spec.limits.for_guest() };
         let identity = ConfigurePodRequest {
             hostname: spec.hostname.clone(),
             realtime_ns: now_ns(),
             entropy: entropy.to_vec(),
             sysctls: spec.sysctls.clone().into_iter().collect(),
+            host_sysctls: spec.node_sysctls.clone().into_iter().collect(),
             link_key,
-            limits: Some(spec.limits.for_guest()).into(),
+            limits: Some(limits).into(),
             interfaces: (0..).zip(&up.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
             ..Default::default()
         };
@@ -482,7 +489,7 @@ async fn answered<T>(
     tokio::time::timeout_at(until, answer).await.unwrap_or_else(late)
 }
 
-/// Rounds a time limit for messages.
+/// Rounds a time limit to ms, for messages.
 fn whole_ms(limit: Duration) -> Duration {
     Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
@@ -498,7 +505,7 @@ async fn watched<T, E: Into<PodError>>(
     tokio::select! {
         answer = answer => match answer.map_err(E::into) {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
-                // The link breaks a moment before the VMM exits. Its exit says why.
+                // The link breaks a moment before the VMM exits. The VMM's exit shows the reason.
                 match tokio::time::timeout(EXIT_TIMEOUT, vm.exited()).await {
                     Ok(exit) => Err(vm_ended(spec, exit)),
                     Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),

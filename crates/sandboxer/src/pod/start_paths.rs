@@ -13,12 +13,12 @@ use tokio::time::Instant;
 
 use crate::error::PodError;
 
-/// Minimum time between two logs of a reason that comes and goes.
+/// Minimum time between two log lines about a recurring reason.
 const QUIET: Duration = Duration::from_secs(600);
 
 const FALLBACK: &str = "falling back to a slower start path; repeats are only counted";
 
-/// Counts since the daemon's start.
+/// Counters of start paths since the daemon's start.
 #[derive(Debug, Default)]
 pub struct StartPaths {
     // A plain lock: held for a count or a copy, never across an await.
@@ -30,16 +30,16 @@ struct State {
     counts: Counts,
     /// The last reason for a fallback from each path.
     last: BTreeMap<StartPath, &'static str>,
-    /// Time of the last log of a reason.
+    /// Time of the last log line about a reason.
     logged_at: BTreeMap<(StartPath, &'static str), Instant>,
 }
 
-/// The counts.
+/// The number of pods and fallbacks by start path.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Counts {
-    /// Pods by start path.
+    /// Number of pods by start path.
     pub taken: BTreeMap<StartPath, u64>,
-    /// Fallbacks by path and reason.
+    /// Number of fallbacks by path and reason.
     pub missed: BTreeMap<(StartPath, &'static str), u64>,
 }
 
@@ -49,8 +49,8 @@ impl StartPaths {
         *self.lock().counts.taken.entry(start_path).or_default() += 1;
     }
 
-    /// Counts a fallback from this path; `error` is set if something failed. Logs it if the reason differs from the last
-    /// one, at most once per interval.
+    /// Counts a fallback from this path; `error` is set if something failed. Logs it if the reason differs from the
+    /// last one, at most once per interval.
     pub fn missed(&self, start_path: StartPath, reason: &'static str, error: Option<&PodError>) {
         let mut state = self.lock();
         *state.counts.missed.entry((start_path, reason)).or_default() += 1;
@@ -76,7 +76,7 @@ impl StartPaths {
     }
 }
 
-/// Returns the reason of a fallback as a metrics label.
+/// Returns the reason for a fallback as a metrics label.
 pub fn reason(start_path: StartPath, error: &PodError) -> &'static str {
     match (error, start_path) {
         (PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }), _) => "silent",

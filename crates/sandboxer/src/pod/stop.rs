@@ -1,6 +1,10 @@
 //! The stop of a pod.
 
-use std::{future::Future, io, time::Duration};
+use std::{
+    future::{self, Future},
+    io,
+    time::Duration,
+};
 
 use sandboxer_base::{chain, failpoint::pass};
 use sandboxer_process::{Written, cgroup::Cgroup};
@@ -8,15 +12,20 @@ use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::VmmError;
 use tokio::time::Instant;
 
-use super::{DaemonState, recover::Unreached, spec::PodSpec};
-use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
+use super::{
+    DaemonState,
+    recover::{self, Unreached},
+    spec::PodSpec,
+};
+use crate::{error::PodError, pod::container::start::RunningVm, share::Shares, state::PodState};
 
-/// How long a guest may write nothing while it powers off (or the agent timeout, if that is shorter).
+/// Time without a write after which a guest that powers off counts as stalled (or the agent timeout, if that is
+/// shorter).
 const STALLED: Duration = Duration::from_secs(10);
 /// Interval between two readings of the bytes that a VMM has written.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Asks the guest to power off, then kills the VM in any case, and then the server of its shares, because guest
+/// Requests the guest to power off, then kills the VM in any case, and then the server of its shares, because guest
 /// processes may wait for it. Waits for dirty data to reach the disks, as long as that makes progress.
 pub async fn stop(
     node: &DaemonState,
@@ -25,7 +34,7 @@ pub async fn stop(
     shares: &Shares,
 ) -> Result<(), VmmError> {
     let gone = async {
-        // The answer races with the power-off. Only the VM's exit counts.
+        // The response races with the power-off. Only the VM's exit counts.
         tokio::join!(live.agent.power_off(), live.vm.exited());
     };
     wait_for_data(node, &pod.id, gone, || live.vm.written()).await;
@@ -37,11 +46,22 @@ pub async fn stop(
     Ok(())
 }
 
-/// Kills a VMM that does not answer. An earlier daemon may have asked its guest to power off, so this waits for its data,
-/// too.
+/// Stops a pod of an earlier daemon that was not adopted. Its guest is requested to power off if that daemon was
+/// stopping it. An earlier request may have done so, so this waits for its data in any case.
 pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
     let vmm = &unreached.vmm;
-    let gone = async { drop(vmm.ended().await) };
+    let gone = async {
+        let asked = async {
+            if unreached.record.status.state == PodState::Stopping {
+                recover::power_off(node, &unreached.record).await;
+            }
+            future::pending().await
+        };
+        tokio::select! {
+            _ = vmm.ended() => {}
+            () = asked => {}
+        }
+    };
     wait_for_data(node, &pod.id, gone, || vmm.written()).await;
     vmm.end().await?;
     unreached.end_shares().await;
@@ -49,8 +69,8 @@ pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached)
     Ok(())
 }
 
-/// Waits until the VM is `gone`, as long as its VMM writes data: at most the configured limit, and only a moment
-/// after it stops writing.
+/// Waits until the VM is `gone`, as long as its VMM writes data: at most the configured limit, and only a moment after
+/// it stops writing.
 async fn wait_for_data(
     node: &DaemonState,
     pod: &SandboxId,
@@ -83,7 +103,7 @@ async fn wait_for_data(
     }
 }
 
-/// Removes the control group now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+/// Removes the cgroup now, not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
 async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await
@@ -92,7 +112,7 @@ async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     }
 }
 
-/// Removes a pod's control group after its VMM has exited.
+/// Removes a pod's cgroup after its VMM has exited.
 pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
     cgroup.remove().await.map_err(|(path, source)| PodError::Path {
         pod: pod.clone(),

@@ -11,7 +11,7 @@ pub struct Undo {
 }
 
 impl Undo {
-    /// Adds the undo of the step just completed. `what` completes "cannot …".
+    /// Adds the undo step for the action just completed. `what` completes "cannot …".
     pub fn push<E: std::error::Error>(
         &mut self,
         what: &'static str,
@@ -20,8 +20,7 @@ impl Undo {
         self.steps.push((what, step.map(|done| done.map_err(|e| sandboxer_base::chain(&e))).boxed()));
     }
 
-    /// Runs all undo steps. A failed step does not prevent the others;
-    /// the error names all failed steps.
+    /// Runs all undo steps. A failed step does not prevent the others; the error names all failed steps.
     pub async fn run(self) -> Result<(), String> {
         let mut failures = Vec::new();
         for (what, step) in self.steps.into_iter().rev() {

@@ -1,7 +1,7 @@
-//! A running VM's vCPUs follow the CPU limits of its pod.
+//! Keeps the vCPUs of a running VM in step with the CPU limits of its pod.
 //!
-//! What a VM has is asked of its VMM each time. The guest tells only whether it uses new vCPUs, and a lie about that
-//! costs nobody but its own pod. A limit that is beyond the largest VM changes nothing here; the agent refuses it.
+//! The VM's vCPUs are read from its VMM each time. The guest reports only whether it uses new vCPUs, and a false report
+//! harms only its own pod. A limit beyond the largest VM changes nothing here; the agent rejects it.
 
 use std::time::Duration;
 
@@ -13,16 +13,16 @@ use sandboxer_vmm::{Vm, VmmError, hotplug};
 use super::limits::CPU;
 use crate::error::PodError;
 
-/// How long a guest may give up no vCPU.
+/// Maximum time without progress while a guest gives up vCPUs.
 const UNPLUG_PATIENCE: Duration = Duration::from_secs(2);
 
 /// The vCPUs of a pod's VM.
 #[derive(Debug)]
 pub struct Vcpus {
     pod: SandboxId,
-    /// Those of the boot.
+    /// Number of vCPUs at boot.
     boot: u32,
-    /// Most that a pod may have.
+    /// Maximum number of vCPUs of a pod.
     max: u32,
 }
 
@@ -32,15 +32,15 @@ impl Vcpus {
         Self { pod, boot, max }
     }
 
-    /// Returns how many vCPUs a VM needs for a limit of `micros`, µs in each second. `None`: the limit is beyond what it can
-    /// have, `most`.
+    /// Returns the number of vCPUs that a VM needs for a limit of `micros`, µs in each second. `None`: the limit
+    /// exceeds its maximum of `most`.
     fn needed(&self, micros: u64, most: u32) -> Option<u32> {
         let most = most.min(self.max).max(self.boot);
         let wanted = u32::try_from(micros.div_ceil(CPU)).ok().filter(|wanted| *wanted <= most)?;
         Some(wanted.max(self.boot))
     }
 
-    /// Returns once the guest uses the vCPUs that are needed for a limit of `micros`: what was requested before, if that has
+    /// Plugs vCPUs until the guest uses enough for a limit of `micros`. Returns the number requested before, if it has
     /// changed.
     pub async fn plug(&self, vm: &dyn Vm, agent: &Agent, micros: u64) -> Result<Option<u32>, PodError> {
         let Some(mut now) = vm.vcpus().await? else { return Ok(None) };
@@ -49,7 +49,7 @@ impl Vcpus {
             return Ok(None);
         }
         if now.plugged > now.requested {
-            // The VMM takes no request before the guest has done what the last one says.
+            // The VMM accepts no request before the guest has carried out the last one.
             now = hotplug::given_up(vm, UNPLUG_PATIENCE).await?.unwrap_or(now);
             if now.plugged > now.requested {
                 let more = now.plugged - now.requested;
@@ -72,7 +72,7 @@ impl Vcpus {
         Err(self.failed(reason))
     }
 
-    /// Requests what was there before [`Vcpus::plug`], and does not wait for it.
+    /// Requests the number from before [`Vcpus::plug`], and does not wait for it.
     pub async fn undo(&self, vm: &dyn Vm, before: Option<u32>) {
         if let Some(count) = before
             && let Err(error) = vm.request_vcpus(count).await
@@ -81,7 +81,7 @@ impl Vcpus {
         }
     }
 
-    /// Unplugs what is not needed for a limit of `micros`, and logs what the guest does not give up.
+    /// Unplugs vCPUs not needed for a limit of `micros`, and logs how many the guest does not give up.
     pub async fn unplug(&self, vm: &dyn Vm, micros: u64) {
         match self.try_unplug(vm, micros).await {
             Ok(None) => {}
@@ -97,7 +97,8 @@ impl Vcpus {
         }
     }
 
-    /// Returns what is needed and what the guest has then; `None`: it has no more than that.
+    /// Unplugs vCPUs; returns the needed number and the guest's number after that, or `None` if the guest has no more
+    /// than it needs.
     async fn try_unplug(&self, vm: &dyn Vm, micros: u64) -> Result<Option<(u32, u32)>, VmmError> {
         let Some(now) = vm.vcpus().await? else { return Ok(None) };
         let Some(needed) = self.needed(micros, now.max).filter(|needed| *needed < now.requested) else {

@@ -1,5 +1,5 @@
-//! The volumes of one pod in its guest. Each is created once, by the first container that needs it, and stays for
-//! the lifetime of the VM.
+//! The volumes of one pod in its guest. Each is created once, by the first container that needs it, and stays for the
+//! lifetime of the VM.
 //!
 //! ```text
 //! (nothing) ──provide──▶ made ──the host's files change──▶ made, with other files
@@ -7,7 +7,7 @@
 
 use std::{
     collections::{BTreeMap, HashSet},
-    path::{Path, PathBuf},
+    path::Path,
     sync::{
         Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
@@ -19,14 +19,14 @@ use futures::future;
 use protobuf::Message;
 use sandboxer_base::chain;
 use sandboxer_host::{
-    helper::{Helpers, Request},
-    volume::{Content, Needed, VolumeError, VolumeStore, Watch},
+    helper::{Helpers, TreeRead},
+    volume::{Change, Content, Needed, VolumeError, VolumeStore, Watch},
 };
 use sandboxer_protocol::{
     agent::{self as wire, put_volume_request::Content as WireContent},
     id::Id,
 };
-use sandboxer_vmm::{DiskLimits, DiskSpec};
+use sandboxer_vmm::{DiskFile, DiskLimits, DiskSpec};
 use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -44,7 +44,7 @@ pub struct Volumes {
     pub shares: Shares,
     /// A scratch disk that no container uses yet.
     pub spare: Spare,
-    /// No container has taken the name of the first one's image.
+    /// Whether the name of the first container's image is still free.
     is_first_image_free: AtomicBool,
     /// Size of new disks, if the pod requested one.
     disk_bytes: Option<u64>,
@@ -64,7 +64,7 @@ struct Earlier {
 #[derive(Debug)]
 struct Volume {
     needed: Needed,
-    /// The guest has it.
+    /// Whether the guest has the volume.
     is_made: AtomicBool,
     // Held across awaits on purpose: containers that start at the same time wait for the one that creates it.
     files: tokio::sync::Mutex<Files>,
@@ -75,7 +75,9 @@ struct Volume {
 struct Files {
     /// Hash of the files that were sent last.
     sent: Option<[u8; 32]>,
-    /// The task that sends them again on changes. Held for its drop.
+    /// Stamp of the files' directory at that time, if it is conclusive.
+    stamp: Option<u64>,
+    /// The task that sends the files again on changes. Held for its drop.
     follower: Option<AbortOnDropHandle<()>>,
 }
 
@@ -86,7 +88,7 @@ impl Volume {
 }
 
 impl Volumes {
-    /// Creates an empty set.
+    /// Creates an empty set of volumes.
     pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
         Self {
             store,
@@ -115,12 +117,12 @@ impl Volumes {
             (needed.id.clone(), Volume::new(needed, is_made))
         });
         let (all, earlier) = (Mutex::new(all.collect()), Some(Earlier { made }));
-        // An earlier scratch disk is dropped, and the first container may have been there.
+        // An earlier scratch disk is dropped, and the first container may have existed.
         let (spare, is_first_image_free) = (Spare::default(), false.into());
         Self { all, store, shares, spare, is_first_image_free, disk_bytes, earlier }
     }
 
-    /// Returns whether a container may name its image [`sandboxer_vmm::FIRST_IMAGE`]: the first that asks.
+    /// Returns whether a container may name its image [`sandboxer_vmm::FIRST_IMAGE`]: the first caller may.
     pub fn take_first_image(&self) -> bool {
         self.is_first_image_free.swap(false, Ordering::Relaxed)
     }
@@ -139,15 +141,15 @@ impl Volumes {
         }
     }
 
-    /// Returns their records for the journal.
+    /// Returns the records of the volumes for the journal.
     pub fn record(&self) -> Vec<Needed> {
         let all = self.volumes();
         let made = all.values().filter(|volume| volume.is_made.load(Ordering::Acquire));
         made.map(|volume| volume.needed.clone()).collect()
     }
 
-    /// Provides all volumes that a container needs, in parallel. Created volumes stay even if others
-    /// fail: they belong to the pod.
+    /// Provides all volumes that a container needs, in parallel. Created volumes stay even if others fail: they belong
+    /// to the pod.
     pub async fn provide(&self, live: &RunningVm, needed: &[Needed]) -> Result<(), PodError> {
         let volumes: Vec<_> = needed.iter().map(|needed| self.find(needed)).collect();
         let made = future::join_all(volumes.iter().map(|volume| self.make(live, volume))).await;
@@ -164,30 +166,31 @@ impl Volumes {
 
     async fn make(&self, live: &RunningVm, volume: &Arc<Volume>) -> Result<(), PodError> {
         let Needed { id, content } = &volume.needed;
+        let helpers = self.shares.helpers();
         let mut files = volume.files.lock().await;
         let is_made = volume.is_made.load(Ordering::Acquire) || self.was_made(id);
         match content {
             Content::Files { dir, follow } => {
                 if *follow && files.follower.is_none() {
                     // Before the first reading, so that no change is missed.
-                    let watch = self.store.watch(self.shares.pod(), dir).await?;
-                    let (store, volume) = (self.store.clone(), Arc::downgrade(volume));
-                    let follower = follow_changes(store, live.clone(), volume, watch);
+                    let watch = self.store.watch(helpers, self.shares.pod(), dir).await?;
+                    let (helpers, volume) = (helpers.clone(), Arc::downgrade(volume));
+                    let follower = follow_changes(helpers, live.clone(), volume, watch);
                     files.follower = Some(AbortOnDropHandle::new(tokio::spawn(follower)));
                 }
-                send(&self.store.helpers, live, id, dir, &mut files.sent).await?;
+                send(helpers, live, id, dir, &mut files, Change::Seen).await?;
             }
             _ if is_made => {}
             Content::Memory { dir, bytes } => {
                 let memory = wire::TmpfsUpper { size_bytes: *bytes, ..Default::default() };
-                put(&self.store.helpers, live, id, dir, WireContent::Memory(memory)).await?;
+                put(helpers, live, id, dir, WireContent::Memory(memory)).await?;
             }
             Content::Disk { dir } => {
-                let path = self.store.disk(self.shares.pod(), dir, self.disk_bytes).await?;
-                self.attach(live, id, &path, false).await?;
+                let file = self.store.disk(helpers, self.shares.pod(), dir, self.disk_bytes).await?;
+                self.attach(live, id, file, false).await?;
                 let (serial, fstype) = (id.to_string(), "ext4".to_owned());
                 let disk = wire::Disk { serial, fstype, read_only: false, ..Default::default() };
-                let mounted = put(&self.store.helpers, live, id, dir, WireContent::Disk(disk)).await;
+                let mounted = put(helpers, live, id, dir, WireContent::Disk(disk)).await;
                 if mounted.is_err()
                     && let Err(error) = live.vm.detach_disk(id.as_str()).await
                 {
@@ -196,28 +199,28 @@ impl Volumes {
                 mounted?;
             }
             Content::Device { path, read_only } => {
-                let request = Request::TryDevice { path: path.clone(), read_only: *read_only };
-                let tried = self.store.helpers.ask(self.shares.pod(), request).await;
-                let ((), _) = tried.map_err(VolumeError::from)?;
-                self.attach(live, id, path, *read_only).await?;
+                // Opened by a helper: a device may hang, and only its own pod may wait for it.
+                let device = helpers.device(self.shares.pod(), path, *read_only).await;
+                self.attach(live, id, device.map_err(VolumeError::from)?, *read_only).await?;
             }
         }
         volume.is_made.store(true, Ordering::Release);
         Ok(())
     }
 
-    /// Returns whether an earlier daemon created it without recording it.
+    /// Returns whether an earlier daemon created the volume without recording it.
     fn was_made(&self, id: &Id) -> bool {
         self.earlier.as_ref().is_some_and(|earlier| earlier.made.contains(id.as_str()))
     }
 
-    async fn attach(&self, live: &RunningVm, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
-        let disk = DiskSpec {
-            serial: id.to_string(),
-            path: PathBuf::from(path),
-            read_only,
-            limits: DiskLimits::default(),
-        };
+    async fn attach(
+        &self,
+        live: &RunningVm,
+        id: &Id,
+        file: DiskFile,
+        read_only: bool,
+    ) -> Result<(), PodError> {
+        let disk = DiskSpec { serial: id.to_string(), file, read_only, limits: DiskLimits::default() };
         if self.earlier.is_some() {
             // It may exist half-created, from a start that an earlier daemon did not finish.
             live.vm.detach_disk(&disk.serial).await?;
@@ -226,23 +229,30 @@ impl Volumes {
     }
 }
 
-/// Reads a volume's files and sends them, unless their hash is `sent` or they are gone: kubelet has begun to
-/// remove the pod, and the last files stay in the guest.
+/// Reads a volume's files and sends them, unless they were sent already or are gone: kubelet has begun to remove the
+/// pod, and the last files stay in the guest. After a change that may have been missed, the files are not read if their
+/// directory is unchanged.
 async fn send(
     helpers: &Helpers,
     live: &RunningVm,
     id: &Id,
     dir: &Path,
-    sent: &mut Option<[u8; 32]>,
+    files: &mut Files,
+    after: Change,
 ) -> Result<(), PodError> {
     let pod = live.vm.record().pod;
-    let Some(tree) = helpers.read_tree(&pod, dir).await.map_err(VolumeError::from)? else { return Ok(()) };
+    let known = files.stamp.filter(|_| after == Change::Lost);
+    let (tree, stamp) = match helpers.read_tree(&pod, dir, known).await.map_err(VolumeError::from)? {
+        TreeRead::Gone | TreeRead::Same => return Ok(()),
+        TreeRead::Tree { tree, stamp } => (tree, stamp),
+    };
     let encoded = tree.write_to_bytes().map_err(VolumeError::Encode)?;
     let hash = Sha256::digest(&encoded).into();
-    if *sent != Some(hash) {
+    if files.sent != Some(hash) {
         put(helpers, live, id, dir, WireContent::Tree(tree)).await?;
-        *sent = Some(hash);
+        files.sent = Some(hash);
     }
+    files.stamp = stamp;
     Ok(())
 }
 
@@ -264,18 +274,23 @@ async fn put(
 }
 
 /// Sends a volume's files whenever they change, until they are gone.
-async fn follow_changes(store: Arc<VolumeStore>, live: RunningVm, volume: Weak<Volume>, mut watch: Watch) {
+async fn follow_changes(helpers: Helpers, live: RunningVm, volume: Weak<Volume>, mut watch: Watch) {
     loop {
-        watch.changed().await;
-        while let Err(error) = refresh(&store.helpers, &live, &volume).await {
+        let change = watch.changed().await;
+        while let Err(error) = refresh(&helpers, &live, &volume, change).await {
             tracing::warn!(error = chain(&error), "cannot update a volume in the guest");
             tokio::time::sleep(AGAIN).await;
         }
     }
 }
 
-async fn refresh(helpers: &Helpers, live: &RunningVm, volume: &Weak<Volume>) -> Result<(), PodError> {
+async fn refresh(
+    helpers: &Helpers,
+    live: &RunningVm,
+    volume: &Weak<Volume>,
+    change: Change,
+) -> Result<(), PodError> {
     let Some(volume) = volume.upgrade() else { return Ok(()) };
     let Content::Files { dir, .. } = &volume.needed.content else { return Ok(()) };
-    send(helpers, live, &volume.needed.id, dir, &mut volume.files.lock().await.sent).await
+    send(helpers, live, &volume.needed.id, dir, &mut *volume.files.lock().await, change).await
 }

@@ -1,4 +1,4 @@
-//! Live files and directories of the host in a pod: one process serves them, started with the first.
+//! Live files and directories of the host in a pod, all served by one process, which is started with the first share.
 //!
 //! ```text
 //! share ──▶ server (sandboxer-share, jailed) ◀──socket──▶ VMM ◀──a disk, or vsock──▶ guest's kernel
@@ -12,7 +12,7 @@ mod server;
 
 use std::{
     io,
-    os::unix::ffi::OsStrExt,
+    os::{fd::OwnedFd, unix::ffi::OsStrExt},
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -33,22 +33,30 @@ use serde::{Deserialize, Serialize};
 use self::server::Server;
 
 /// A file or directory of the host that a container uses live.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Share {
-    /// A file or a directory.
+    /// Path of the file or directory, for messages: it may lead elsewhere by now.
     pub source: PathBuf,
-    /// What the pod can write to.
+    /// The file or directory itself, opened as a path only: nothing can be read through it.
+    found: Arc<OwnedFd>,
+    /// The files that the pod may write to.
     pub access: Access,
-    /// Later mounts of the host below it appear in it.
+    /// Whether later mounts of the host below the source appear in the share.
     pub follows_mounts: bool,
-    /// Identifies it among the pod's shares; equal for containers that share it.
+    /// Name of the share among the pod's; equal for containers that share it.
     name: String,
 }
 
 impl Share {
-    /// Returns the share of `source`, with `inode` as its device and inode. The same request for the same inode
-    /// gives the same share.
-    pub fn of(source: &Path, inode: (u64, u64), access: Access, follows_mounts: bool) -> io::Result<Self> {
+    /// Returns the share of the file or directory `found` at `source`, with `inode` as its device and inode. The same
+    /// request for the same inode gives the same share.
+    pub fn of(
+        source: &Path,
+        found: OwnedFd,
+        inode: (u64, u64),
+        access: Access,
+        follows_mounts: bool,
+    ) -> io::Result<Self> {
         let (device, inode) = inode;
         let identity = format!("{device} {inode} {access:?} {follows_mounts} ");
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
@@ -56,24 +64,24 @@ impl Share {
         identity = digest::of(&mut identity.as_slice())?.into_bytes();
         identity.truncate(16);
         let name = String::from_utf8_lossy(&identity).into_owned();
-        Ok(Self { source: source.to_owned(), access, follows_mounts, name })
+        Ok(Self { source: source.to_owned(), found: Arc::new(found), access, follows_mounts, name })
     }
 
-    /// Returns its path in the guest.
+    /// Returns the share's path in the guest.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(GUEST_DIR).join(&self.name)
     }
 }
 
-/// What the next daemon needs to adopt the process that serves a pod's shares.
+/// The state that the next daemon needs to adopt the process that serves a pod's shares.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShareRecord {
-    /// Its process id.
+    /// PID of the server process.
     pub pid: u32,
-    /// Its start, clock ticks since boot.
+    /// Start time of the process, clock ticks since boot.
     pub start_time: u64,
-    /// How the guest's requests reach it. Records of earlier daemons have none.
+    /// The transport of the guest's requests. Records of earlier daemons have none.
     #[serde(default, rename = "way")]
     pub transport: Option<ShareTransport>,
     /// Prefix of each of the guest's streams, if the requests arrive by streams.
@@ -87,54 +95,54 @@ pub fn server_of(run_dir: &Path) -> Option<u32> {
     sandboxer_process::is_running(pid, start_time).then_some(pid)
 }
 
-/// Why a share cannot be attached.
+/// A reason why a share cannot be attached.
 #[derive(Debug, thiserror::Error)]
 pub enum ShareError {
     /// The process that serves shares cannot be started or reached.
     #[error("cannot {action} {path:?} to serve shares of pod {pod}")]
     Server {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// What was attempted.
+        /// The attempted operation.
         action: &'static str,
-        /// On what.
+        /// The path that the operation concerned.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// It ended before it served.
+    /// The server process exited before it served.
     #[error("{program:?} cannot serve shares of pod {pod}: {output}")]
     Refused {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// The program.
+        /// The path of the server program.
         program: PathBuf,
-        /// Its last output.
+        /// The program's last output.
         output: String,
     },
-    /// It has ended, and with it all shares of the pod.
+    /// The server process has exited, and with it all shares of the pod.
     #[error("the process that serves shares of pod {0} has ended: restart the pod")]
     Ended(SandboxId),
-    /// The share cannot be passed to it.
+    /// The share cannot be passed to the server process.
     #[error("cannot share {path:?} with pod {pod}")]
     Attach {
-        /// The pod.
+        /// The pod's id.
         pod: SandboxId,
-        /// What was to be shared.
+        /// The path of the file or directory to share.
         path: PathBuf,
-        /// Why not.
+        /// The reason why it cannot be passed.
         source: AttachError,
     },
-    /// The path helper failed or did not answer.
+    /// The path helper failed or did not respond.
     #[error(transparent)]
     Helper(#[from] HelperError),
-    /// The guest refuses shares.
+    /// The guest rejects shares.
     #[error(transparent)]
     Guest(#[from] GuestError),
     /// The guest's agent is of an earlier version.
     #[error("the guest of pod {0} runs an agent of an earlier version without shares: restart the pod")]
     EarlierAgent(SandboxId),
-    /// The VMM cannot connect the guest to it.
+    /// The VMM cannot connect the guest to the server process.
     #[error(transparent)]
     Vmm(#[from] VmmError),
     /// A leftover process cannot be killed.
@@ -168,7 +176,7 @@ struct Inner {
     run_dir: PathBuf,
     memory_mib: u64,
     helpers: Helpers,
-    /// Control group in which the process is counted.
+    /// Cgroup in which the process is counted.
     cgroup: Option<Cgroup>,
     // Held while the process is started or gets a share: two containers created at once need one process. Only
     // container creation in this pod waits for it.
@@ -176,7 +184,7 @@ struct Inner {
 }
 
 impl Shares {
-    /// Returns shares without a process yet; it will be counted in `cgroup`.
+    /// Creates shares without a process yet; it will be counted in `cgroup`.
     pub fn new(
         pod: SandboxId,
         run_dir: PathBuf,
@@ -187,12 +195,17 @@ impl Shares {
         Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, server: Default::default() }))
     }
 
-    /// Returns their pod.
+    /// Returns the pod's helpers.
+    pub fn helpers(&self) -> &Helpers {
+        &self.0.helpers
+    }
+
+    /// Returns the pod of these shares.
     pub fn pod(&self) -> &SandboxId {
         &self.0.pod
     }
 
-    /// Attaches each of `shares` to the guest. Shares that it has already stay unchanged.
+    /// Attaches each of `shares` to the guest. Shares that the guest has already stay unchanged.
     pub async fn give(&self, vm: &dyn Vm, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
         if shares.is_empty() {
             return Ok(());
@@ -201,8 +214,14 @@ impl Shares {
         let mut trees = Vec::with_capacity(shares.len());
         for share in shares {
             // Before the lock: a share on a hung server must not block other containers.
-            let Share { source, access, follows_mounts, .. } = share;
-            trees.push(helpers.take_share(pod, source, *access, *follows_mounts).await?);
+            let Share { source, found, access, follows_mounts, .. } = share;
+            let found = found.try_clone().map_err(|error| ShareError::Server {
+                pod: pod.clone(),
+                action: "duplicate the descriptor of",
+                path: source.clone(),
+                source: error,
+            })?;
+            trees.push(helpers.take_share(pod, source, found, *access, *follows_mounts).await?);
         }
         let mut serving = self.0.server.lock().await;
         let server = match &mut *serving {
@@ -234,7 +253,7 @@ impl Shares {
         }
     }
 
-    /// Makes the guest mount its shares, with this server behind them.
+    /// Makes the guest mount its shares from this server.
     async fn lead(&self, vm: &dyn Vm, agent: &Agent, server: &Server) -> Result<(), ShareError> {
         vm.connect_shares().await?;
         let disk = match server.transport() {
@@ -247,7 +266,7 @@ impl Shares {
         }
     }
 
-    /// Moves process `pid` to the pod's control group, which takes some ms.
+    /// Moves process `pid` to the pod's cgroup, which takes some ms.
     async fn count(&self, pid: u32) -> Result<(), ShareError> {
         let Some(cgroup) = self.0.cgroup.clone() else { return Ok(()) };
         let entered = tokio::task::spawn_blocking(move || cgroup.enter(pid)).await;
@@ -256,8 +275,8 @@ impl Shares {
         entered.map_err(|(path, source)| ShareError::Server { pod, action: "enter", path, source })
     }
 
-    /// Adopts what an earlier daemon left: `earlier` names the process, if the run directory does not. `guest` is the
-    /// pod's VM and agent, if it lives; `vmm` is its process.
+    /// Adopts the server process of an earlier daemon: `earlier` names the process, if the run directory does not.
+    /// `guest` is the pod's VM and agent, if the VM runs; `vmm` is its process.
     pub async fn take_up(
         &self,
         earlier: Option<ShareRecord>,
@@ -281,14 +300,14 @@ impl Shares {
             return Ok(());
         }
         self.count(record.pid).await?;
-        // Only the process may have been started.
+        // Perhaps only the process has been started.
         match agent.has_shares().await? {
             true => Ok(()),
             false => self.lead(vm, agent, server).await,
         }
     }
 
-    /// Ends the process, if there is one, and waits until it is gone. The guest must have ended before.
+    /// Ends the process, if there is one, and waits for its exit. The guest must have ended before.
     pub async fn end(&self) {
         let server = self.0.server.lock().await.take();
         if let Some(server) = server {
@@ -313,17 +332,15 @@ mod tests {
             let found = std::fs::metadata(&path).unwrap();
             (found.dev(), found.ino())
         };
-        let share = |access, follows| Share::of(&path, inode(), access, follows).unwrap();
+        let found = || std::fs::File::open(&path).unwrap().into();
+        let share =
+            |access, follows| Share::of(&path, found(), inode(), access, follows).unwrap().guest_path();
         assert_eq!(share(ReadWrite, false), share(ReadWrite, false));
-        assert_ne!(share(ReadWrite, false).guest_path(), share(ReadOnly, false).guest_path());
-        assert_ne!(share(ReadWrite, false).guest_path(), share(ReadWrite, true).guest_path());
+        assert_ne!(share(ReadWrite, false), share(ReadOnly, false));
+        assert_ne!(share(ReadWrite, false), share(ReadWrite, true));
         let before = share(ReadWrite, false);
         std::fs::rename(&path, dir.path().join("old")).unwrap();
         std::fs::create_dir(&path).unwrap();
-        assert_ne!(
-            before.guest_path(),
-            share(ReadWrite, false).guest_path(),
-            "another directory of that name"
-        );
+        assert_ne!(before, share(ReadWrite, false), "another directory of that name");
     }
 }

@@ -15,21 +15,21 @@ use tokio::{io::AsyncReadExt, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
 
-/// The directory in the pod's run directory on which it mounts its root, visible to itself only.
+/// Directory in the pod's run directory on which the process mounts its root, visible to itself only.
 pub const ROOT: &str = "shares";
-/// Its record, in the same directory.
+/// Name of the process's record, in the same directory.
 const RECORD: &str = "shares.json";
-/// The program.
+/// Name of the server program.
 const PROGRAM: &str = "sandboxer-share";
-/// How long it may take to become ready.
+/// Time limit for the process to become ready.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Most bytes of its output that are read.
+/// Maximum number of bytes that are read of the process's output.
 const MAX_OUTPUT: u64 = 4096;
-/// Files a guest may have open at a time, per MiB of its memory. Each takes about a KiB in the guest's kernel, so an
-/// honest guest never reaches the limit; it also bounds the host's kernel memory for a hostile one.
+/// Maximum number of files that a guest may know at a time, per MiB of its memory. Each takes about a KiB in the
+/// guest's kernel, so an honest guest never reaches the limit; it also bounds the server's memory for a hostile one.
 const FILES_PER_MIB: u64 = 1024;
 
-/// A running process, or one that has ended since.
+/// A server process that runs, or has exited since.
 #[derive(Debug)]
 pub struct Server {
     pod: SandboxId,
@@ -39,7 +39,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it. Returns once it serves connections to `listener`.
+    /// Starts a server process. Returns once it serves connections to `listener`.
     pub async fn start(
         pod: &SandboxId,
         run_dir: &Path,
@@ -76,7 +76,7 @@ impl Server {
             Equipment { inherited: vec![socket], ..Equipment::default() },
         )
         .map_err(failed("start", &program))?;
-        // It continues as a child process; the one that was started prints its id and exits.
+        // The server continues as a child process; the one that was started prints its id and exits.
         let read = tokio::time::timeout(PATIENCE, read_output(pipe)).await;
         let output =
             read.map_err(io::Error::from).flatten().map_err(failed("read the output of", &program))?;
@@ -98,19 +98,19 @@ impl Server {
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process, record: record.clone() })
     }
 
-    /// Returns its process id.
+    /// Returns the PID of the process.
     pub fn pid(&self) -> u32 {
         self.record.pid
     }
 
-    /// Returns whether it is known to have ended.
+    /// Returns whether the process is known to have exited.
     pub fn has_ended(&self) -> bool {
         self.process.as_ref().is_none_or(sandboxer_process::Process::has_ended)
     }
 
-    /// Returns how the guest's requests reach it.
+    /// Returns the transport of the guest's requests.
     pub fn transport(&self) -> ShareTransport {
-        // An earlier daemon's process knew neither: the agent reports that.
+        // An earlier daemon's process supported neither: the agent reports that.
         self.record.transport.unwrap_or(ShareTransport::Disk)
     }
 
@@ -119,7 +119,7 @@ impl Server {
         self.record.key.as_ref()
     }
 
-    /// Gives it a share; `tree` is a mount of it.
+    /// Passes a share to the process; `tree` is a mount of it.
     pub async fn attach(&self, share: &Share, tree: Tree) -> Result<(), AttachError> {
         let gone = |source| AttachError::Target { action: "use", source };
         let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
@@ -128,9 +128,9 @@ impl Server {
         attached.await.map_err(|error| gone(io::Error::other(error)))?
     }
 
-    /// Ends it and waits until it is gone.
+    /// Ends the process and waits for its exit.
     pub async fn end(self) {
-        // The directory is removed with the pod in any case; but the pod may continue without the process.
+        // The directory is removed with the pod in any case, but the pod may continue without the process.
         let _ = fs::remove_file(self.run_dir.join(RECORD));
         let Some(process) = self.process else { return };
         match process.kill() {
@@ -148,7 +148,7 @@ impl Server {
     }
 }
 
-/// Reads which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
+/// Returns the record of the process that serves the shares of the pod with this run directory.
 pub fn recorded(run_dir: &Path) -> Option<ShareRecord> {
     serde_json::from_slice(&fs::read(run_dir.join(RECORD)).ok()?).ok()
 }
@@ -160,13 +160,13 @@ fn note(run_dir: &Path, record: &ShareRecord) -> io::Result<()> {
     fs::rename(new, run_dir.join(RECORD))
 }
 
-/// Returns the program beside the daemon's own, else one in `PATH`.
+/// Returns the program in the daemon's own directory, else the one in `PATH`.
 fn program() -> PathBuf {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(PROGRAM)));
     beside.filter(|path| path.is_file()).unwrap_or_else(|| sandboxer_process::find(Path::new(PROGRAM)))
 }
 
-/// Reads all that is written to a pipe.
+/// Reads a pipe until its end.
 async fn read_output(pipe: OwnedFd) -> io::Result<String> {
     let mut text = String::new();
     let pipe = pipe::Receiver::from_owned_fd(pipe)?;

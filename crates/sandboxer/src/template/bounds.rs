@@ -1,4 +1,4 @@
-//! Which templates are removed so that the rest keeps within the bounds: a pure function.
+//! Selects the templates to remove so that the rest keeps within the bounds: a pure function.
 
 use std::time::SystemTime;
 
@@ -6,16 +6,16 @@ use sandboxer_config::TemplateConfig;
 
 use super::TemplateKey;
 
-/// A template on disk, as far as the bounds are concerned.
+/// A template on disk: the properties that matter for the bounds.
 #[derive(Debug, Clone)]
 pub struct Kept {
-    /// Its name.
+    /// The name of the template.
     pub key: TemplateKey,
-    /// When it was last used.
+    /// Time of the template's last use.
     pub used: SystemTime,
-    /// Size of its files on disk.
+    /// Size of the template's files on disk, bytes.
     pub bytes: u64,
-    /// It must not be removed.
+    /// Whether the template must not be removed.
     pub spared: bool,
 }
 
@@ -52,7 +52,7 @@ mod tests {
         TemplateConfig { enabled: true, most, most_bytes }
     }
 
-    /// Returns templates in the order of use; the last was used last.
+    /// Returns templates in the order of use, the least recently used first.
     fn kept(of: &[(u64, bool)]) -> Vec<Kept> {
         let at = |n: usize| SystemTime::UNIX_EPOCH + Duration::from_secs(n as u64);
         let kept =

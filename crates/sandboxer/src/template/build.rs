@@ -15,6 +15,7 @@ use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError, Vmms};
+use tokio_util::sync::CancellationToken;
 
 use super::{
     Preparation, Shape, TemplateError, image,
@@ -22,37 +23,40 @@ use super::{
 };
 use crate::{error::PodError, taps::VmTaps};
 
-/// Why a template could not be built.
+/// A reason why a template could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// Its VM failed.
+    /// The template's VM failed.
     #[error("the VM for a template failed")]
     Vm(#[from] VmmError),
     /// The taps for its VM cannot be created.
     #[error("cannot create taps for the VM of a template")]
     Taps(#[source] io::Error),
-    /// Its agent failed, or was never ready.
+    /// The template's agent failed, or was never ready.
     #[error("the agent of the VM for a template failed")]
     Agent(#[from] PodError),
-    /// It could not be written.
+    /// The template could not be written.
     #[error(transparent)]
     Image(#[from] TemplateError),
-    /// The VMM, the kernel or the initramfs was replaced during the build: its inputs are not known.
+    /// The VMM, the kernel or the initramfs was replaced during the build, so the template's inputs are unknown.
     #[error("the template's inputs changed during the build")]
     Changed,
-    /// There are too many already.
+    /// The daemon is stopping.
+    #[error("the daemon is stopping: the next one builds the template")]
+    Stopping,
+    /// The bounds allow no further template: too many are in use.
     #[error(
         "no space for a template of {shape}: those used in the last {spared:?} reach templates.max ({most}) or \
          templates.max_mib ({most_mib})"
     )]
     NoRoom {
-        /// The size of its VMs.
+        /// The size of the template's VMs.
         shape: Shape,
-        /// The others are kept for this long after their last use.
+        /// Time after their last use for which the other templates are kept.
         spared: Duration,
-        /// Most templates.
+        /// Maximum number of templates.
         most: usize,
-        /// Most MiB.
+        /// Maximum size of all templates, MiB.
         most_mib: u64,
     },
 }
@@ -60,7 +64,7 @@ pub enum BuildError {
 /// The builder of templates.
 #[derive(Debug)]
 pub struct Builder {
-    /// Starts VMs.
+    /// The VMMs that start VMs.
     pub vmms: Vmms,
     /// Configuration of the VMs.
     pub config: VmConfig,
@@ -70,10 +74,12 @@ pub struct Builder {
     pub root: PathBuf,
     /// Taps of VMs that become templates.
     pub tap_pool: Arc<TapPool>,
-    /// Control group in which those VMs' memory is counted.
+    /// Cgroup in which the memory of these VMs is counted.
     pub cgroup: Option<Cgroup>,
-    /// Prepares their guests.
+    /// The preparation of their guests.
     pub preparation: Arc<dyn Preparation>,
+    /// Cancelled when the daemon stops; cancels a build.
+    pub stopping: CancellationToken,
 }
 
 impl Builder {
@@ -86,7 +92,8 @@ impl Builder {
         VmSpec { boot, memory_file, background: true, cgroup, ..spec }
     }
 
-    /// Builds the template of the inputs in `survey`, which are of `vmm`. One at a time; a failure leaves nothing behind.
+    /// Builds the template of the inputs in `survey`, which belong to `vmm`. One at a time; a failure leaves nothing
+    /// behind.
     pub async fn build(&self, vmm: &dyn Vmm, survey: &InputDigest) -> Result<(), BuildError> {
         let inputs = survey.inputs.clone();
         let key = inputs.key();
@@ -121,7 +128,11 @@ impl Builder {
     }
 
     async fn freeze(&self, vmm: &dyn Vmm, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
-        let vm = vmm.boot(spec).await?;
+        let vm = tokio::select! {
+            // If this is dropped, a VMM that starts is killed.
+            () = self.stopping.cancelled() => return Err(BuildError::Stopping),
+            vm = vmm.boot(spec) => vm?,
+        };
         let frozen = tokio::select! {
             frozen = self.freeze_ready(vmm, spec, &vm, dir) => frozen,
             exit = vm.exited() => Err(VmmError::Died {
@@ -130,6 +141,7 @@ impl Builder {
                 how: exit.how,
                 last_lines: exit.last_lines.join(" | "),
             }.into()),
+            () = self.stopping.cancelled() => Err(BuildError::Stopping),
         };
         let ended = vm.kill().await;
         frozen?;
@@ -161,7 +173,7 @@ impl Builder {
     }
 }
 
-/// Returns the id used for a VM that becomes a template, in place of a pod's.
+/// Returns the id of a VM that becomes a template, in place of a pod's id.
 pub fn template_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "a constant, held by a test")]
     "template".parse().expect("is an id")
@@ -169,7 +181,7 @@ pub fn template_id() -> SandboxId {
 
 fn keep(dir: &Path, target: &Path, inputs: Inputs, link_key: LinkKey) -> Result<(), TemplateError> {
     image::write(dir, inputs, link_key, now_ns())?;
-    // An existing one was found to be damaged.
+    // An existing template was found to be damaged.
     clear(target).map_err(TemplateError::path("replace", target))?;
     fs::rename(dir, target).map_err(TemplateError::path("rename to", target))
 }

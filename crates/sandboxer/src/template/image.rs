@@ -5,8 +5,8 @@
 //! <key>/…                the VMM's files, under its names
 //! ```
 //!
-//! It is written to a temporary directory, synced and renamed: a directory of that name is complete, or was damaged
-//! later.
+//! It is written to a temporary directory, synced and renamed: a directory of that name is complete, unless it was
+//! damaged later.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use sandboxer_base::digest::hex;
+use sandboxer_base::{digest::hex, failpoint::fail};
 use sandboxer_protocol::{id::Id, link::LinkKey};
 use sandboxer_vmm::Frozen;
 use serde::{Deserialize, Serialize};
@@ -32,20 +32,20 @@ use super::{
 pub const FORMAT: u32 = 3;
 
 const MANIFEST: &str = "template.json";
-/// Largest manifest that is read, bytes.
+/// Maximum size of a manifest, bytes.
 const MAX_MANIFEST: u64 = 1 << 20;
 
 /// The manifest of a template.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// Its inputs.
+    /// The inputs of the template.
     pub inputs: Inputs,
-    /// Key of the link to its agent.
+    /// Key of the link to the template's agent.
     pub link_key: LinkKey,
-    /// ns since 1970.
+    /// Time of the build, ns since 1970.
     pub made_at_ns: u64,
-    /// The other files.
+    /// Checksums of the other files, by name.
     pub files: BTreeMap<String, Checksum>,
 }
 
@@ -58,39 +58,49 @@ struct Sealed {
     manifest: Manifest,
 }
 
-/// Why a template cannot be used, or built.
+/// A reason why a template cannot be used, or built.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// A file or directory of it failed.
+    /// An operation on a file or directory of the template failed.
     #[error("cannot {action} {path:?} of a template")]
     Path {
-        /// What was attempted.
+        /// The attempted operation.
         action: &'static str,
-        /// The path.
+        /// The path of the file or directory.
         path: PathBuf,
         /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// It is not what was written.
+    /// A file's content is not what was written.
     #[error("template {path:?} is damaged: {reason}")]
     Damaged {
-        /// The file.
+        /// The path of the damaged file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect of the file.
         reason: String,
     },
-    /// Its content belongs to another name.
+    /// The template's content belongs to another name.
     #[error("template {dir:?} has the content of another one, {key}")]
     Foreign {
-        /// Its directory.
+        /// The directory of the template.
         dir: PathBuf,
-        /// The name that its content gives.
+        /// The name that belongs to the content.
         key: TemplateKey,
     },
 }
 
 impl TemplateError {
+    /// Returns whether the template itself is damaged. Otherwise its files could not be read now: descriptors or memory
+    /// are short, or the disk fails.
+    pub fn is_damage(&self) -> bool {
+        use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
+        match self {
+            Self::Damaged { .. } | Self::Foreign { .. } => true,
+            Self::Path { source, .. } => matches!(source.kind(), NotFound | NotADirectory | IsADirectory),
+        }
+    }
+
     pub(super) fn path(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Path { action, path: path.to_owned(), source }
     }
@@ -119,13 +129,18 @@ pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> 
     write().map_err(TemplateError::path("write", &path))
 }
 
-/// Reads the manifest of a template; its files are checked only when they are read.
+/// Reads the manifest of a template; the other files are checked only when they are read.
 pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
     let path = dir.join(MANIFEST);
     let mut text = Vec::new();
-    let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+    let file = open(&path)?;
     file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::path("read", &path))?;
     parse(&text, dir)
+}
+
+fn open(path: &Path) -> Result<File, TemplateError> {
+    let opened = fail("a template is opened", path).and_then(|()| File::open(path));
+    opened.map_err(TemplateError::path("open", path))
 }
 
 /// Parses the manifest of the template in `dir`.
@@ -146,14 +161,15 @@ pub(crate) fn parse(text: &[u8], dir: &Path) -> Result<Manifest, TemplateError> 
     Ok(sealed.manifest)
 }
 
-/// Loads a template into sealed memory; fails unless it is what was written.
+/// Loads a template into sealed memory; fails if it differs from what was written.
 pub fn load(dir: &Path) -> Result<Template, TemplateError> {
     let manifest = manifest(dir)?;
     let mut files = BTreeMap::new();
     for (name, written) in &manifest.files {
         let path = dir.join(name);
-        let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
-        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::path("read", &path))?;
+        let file = open(&path)?;
+        let sealed = fail("a template is read", &path).and_then(|()| pages::seal(&file, name));
+        let (sealed, found) = sealed.map_err(TemplateError::path("read", &path))?;
         if found.bytes != written.bytes {
             let reason = format!("it has {} bytes, expected {}", found.bytes, written.bytes);
             return Err(TemplateError::Damaged { path, reason });

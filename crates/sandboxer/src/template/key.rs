@@ -42,7 +42,7 @@ impl AsRef<Path> for TemplateKey {
     }
 }
 
-/// All that a template depends on. A VM restored with other inputs would fail, or silently misbehave.
+/// The inputs that a template depends on. A VM restored with other inputs would fail, or silently misbehave.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Inputs {
@@ -64,7 +64,7 @@ pub struct Inputs {
     pub cpu: Vec<String>,
 }
 
-/// What a template depends on of its guest's scratch disk.
+/// The properties of its guest's scratch disk that a template depends on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScratchInput {
@@ -94,9 +94,8 @@ pub struct InputDigest {
 }
 
 impl InputDigest {
-    /// Returns whether nothing has changed since, as far as file metadata tells. The host's CPU is not checked
-    /// again: it changes with a reboot, or if microcode is loaded into a running kernel; the daemon must be
-    /// restarted after that.
+    /// Returns whether nothing has changed since, judging by file metadata. The host's CPU is not checked again: it
+    /// changes with a reboot, or if microcode is loaded into a running kernel; the daemon must be restarted after that.
     pub fn is_current(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
         let now = |path: &Path| File::open(path).and_then(|file| Stamp::of(&file));
         vmm.template_inputs(spec) == self.inputs.vmm

@@ -1,18 +1,18 @@
-//! Templates: frozen VMs of which pods are copies.
+//! Templates: frozen VMs that pods are copied from.
 //!
 //! ```text
-//!  Templates::get ─▶ Template ─▶ Vmm::restore                         a pod, some 50 ms later
+//!  Templates::get ─▶ Template ─▶ Vmm::restore                         a pod, about 50 ms later
 //!      │ none yet, or stale
 //!      └─▶ key (of inputs) ─▶ image::load ─▶ Template
 //!                               │ none on disk, or damaged
 //!                               └─▶ build: boot, wait for the agent, prepare, freeze ─▶ image::write
 //! ```
 //!
-//! A template is made from a VM that belonged to no pod. Its guest was prepared: it has run a container of ours, so that
-//! copies do little for the first time, and it has mounted a scratch disk. On disk a template is a
-//! directory below `state_dir/templates`, named by the hash of all its inputs. To be used it is read into sealed
-//! memory and checked on the way. So pods are copies of exactly what was checked, and neither a disk error nor a
-//! compromised VMM can change it.
+//! A template is created from a VM that belonged to no pod. Its guest was prepared: it has run a container of ours, so
+//! that copies do little for the first time, and it has mounted a scratch disk. On disk a template is a directory below
+//! `state_dir/templates`, named by the hash of all its inputs. For use, it is read into sealed memory and checked on
+//! the way. So pods are copies of exactly the checked content, and neither a disk error nor a compromised VMM can
+//! change it.
 
 mod bounds;
 mod build;
@@ -40,12 +40,12 @@ use sandboxer_vmm::{DiskLimits, Frozen, Vm, VmmKey};
 
 use crate::error::PodError;
 
-/// VMs that are copies of one template at a time. A shape alone is of the configured VMM.
+/// A kind of VM: all VMs of one kind are copies of the same template. A shape alone means the configured VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kind {
-    /// Their VMM.
+    /// The VMM of these VMs.
     pub vmm: VmmKey,
-    /// Their size.
+    /// The size of these VMs.
     pub shape: Shape,
 }
 
@@ -58,34 +58,35 @@ impl From<Shape> for Kind {
 /// A frozen VM, checked and in memory.
 #[derive(Debug)]
 pub struct Template {
-    /// The hash of its inputs.
+    /// The hash of the template's inputs.
     pub key: TemplateKey,
-    /// The size of its VMs.
+    /// The size of the template's VMs.
     pub shape: Shape,
-    /// Key of the link to the agents of its VMs, until each gets its own.
+    /// Key of the link to the agents of the VMs, until each gets its own.
     pub link_key: LinkKey,
-    /// Its guest has mounted a scratch disk; each copy needs one of its own, with these limits.
+    /// Limits of the scratch disk that the guest has mounted, if any; each copy needs a disk of its own with these
+    /// limits.
     pub scratch_limits: Option<DiskLimits>,
-    /// The files that its VMM restores.
+    /// The files that the VMM restores.
     pub frozen: Frozen,
 }
 
 /// Scratch disks of a template's VM and of its copies.
 #[derive(Debug, Clone)]
 pub struct ScratchDisks {
-    /// Of them all: the empty file system that each is a copy of.
+    /// The empty file system that all these disks are copies of.
     pub empty: EmptyScratch,
-    /// Limits of each. A VMM may keep those of the template's VM.
+    /// Limits of each disk. A VMM may keep the limits of the template's VM.
     pub limits: DiskLimits,
 }
 
-/// Prepares the guest of a VM that is about to be frozen.
+/// The preparation of the guest of a VM that is about to be frozen.
 #[async_trait]
 pub trait Preparation: fmt::Debug + Send + Sync {
     /// Returns the scratch disks, if there are any.
     async fn scratch_disks(&self) -> Result<Option<ScratchDisks>, PodError>;
 
-    /// Prepares the guest of `vm`, with so many network interfaces.
+    /// Prepares the guest of `vm`, which has `nics` network interfaces.
     async fn prepare(
         &self,
         id: &SandboxId,

@@ -10,20 +10,20 @@ use sandboxer_process::huge_pages::{HUGE_PAGE, collapse};
 
 /// Page size, bytes.
 const PAGE: usize = 4096;
-/// Pages of a huge page that must not be empty, so that it takes at most a third more memory.
+/// Minimum number of non-empty pages for which a huge page is used, so that it takes at most a third more memory.
 const MOSTLY: usize = 384;
-/// Bytes read at once.
+/// Number of bytes read at once.
 const CHUNK: usize = 64 * PAGE;
 
-/// Length and content of a file.
+/// The length and content hash of a file.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Checksum {
-    /// Bytes, holes counted.
+    /// Length of the file, bytes, including holes.
     pub bytes: u64,
-    /// Bytes in pages that are not empty.
+    /// Bytes in non-empty pages.
     pub stored: u64,
-    /// SHA-256, hex, of each page that is not empty, preceded by its offset (u64, big-endian).
+    /// SHA-256, hex, of each non-empty page, preceded by its offset (u64, big-endian).
     pub sha256: String,
 }
 
@@ -32,8 +32,8 @@ pub fn checksum(file: &File) -> io::Result<Checksum> {
     read(file, |_, _| Ok(()))
 }
 
-/// Copies a file into sealed memory, which no process can change. Parts that are mostly full are in huge pages: KVM maps such a part as a
-/// whole for a guest that only reads there, where its kernel is.
+/// Copies a file into sealed memory, which no process can change. Parts that are mostly full are in huge pages: KVM
+/// maps such a part as a whole while the guest only reads it, as with the code of its kernel.
 pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
     let copy = File::from(memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
     copy.set_len(file.metadata()?.len())?;
@@ -43,7 +43,7 @@ pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
         copy.write_all_at(page, offset)
     })?;
     pages.retain(|_, count| *count >= MOSTLY);
-    // Without them each page is mapped by itself.
+    // Without huge pages, each page is mapped by itself.
     if let Err(error) = collapse(&copy, &pages.into_keys().collect::<Vec<_>>()) {
         tracing::debug!(%error, file = name, "no huge pages for a template");
     }

@@ -6,27 +6,27 @@ use tokio::time::Instant;
 
 use super::{Template, TemplateKey, build::BuildError, key::InputDigest};
 
-/// How long after a failure the next attempt starts by itself.
+/// Time after a failure before the next attempt starts by itself.
 const RETRY: Duration = Duration::from_secs(60);
-/// How often the use of a template is written to disk.
+/// Minimum interval between two writes of a template's last use to disk.
 const NOTED: Duration = Duration::from_secs(10);
 
-/// Why there is no template now.
+/// A reason why there is no template now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Missing {
     /// Templates are turned off.
     Off,
-    /// It is being built or loaded.
+    /// The template is being built or loaded.
     Preparing,
-    /// Its inputs have changed; a new one is being built.
+    /// The template's inputs have changed; a new one is being built.
     Stale,
-    /// Its files are damaged; a new one is being built.
+    /// The template's files are damaged; a new one is being built.
     Damaged,
-    /// The VMM refused to restore it; a new one is being built.
+    /// The VMM refused to restore the template; a new one is being built.
     Refused,
-    /// Templates in use leave no space for it.
+    /// Templates in use leave no space for the template.
     NoRoom,
-    /// It could not be built; the log says why.
+    /// The template could not be built; the log contains the reason.
     NotMade,
 }
 
@@ -49,23 +49,23 @@ impl Missing {
 #[derive(Debug, Default)]
 pub struct Slot {
     pub state: State,
-    /// Its last size on disk, bytes.
+    /// The template's last size on disk, bytes.
     pub bytes: u64,
     /// The kind of the last failure, which was logged.
     logged: Option<mem::Discriminant<BuildError>>,
 }
 
-/// Whether the template is there.
+/// The availability of a template.
 #[derive(Debug, Default)]
 pub enum State {
-    /// Not requested yet.
+    /// The template has not been requested yet.
     #[default]
     NotRequested,
-    /// A task prepares it; meanwhile it is missing for this reason.
+    /// A task prepares the template; meanwhile it is missing for this reason.
     Preparing(Missing),
-    /// It is there.
+    /// The template is in memory.
     Ready(Ready),
-    /// It failed, at this time.
+    /// The preparation failed, at this time.
     Failed(Missing, Instant),
 }
 
@@ -73,17 +73,17 @@ pub enum State {
 #[derive(Debug)]
 pub struct Ready {
     pub template: Arc<Template>,
-    /// Its inputs.
+    /// The template's inputs.
     pub survey: Arc<InputDigest>,
-    /// Built by this daemon: another build would give the same.
+    /// Whether this daemon built the template: another build would give the same.
     made: bool,
     pub used: Instant,
-    /// When its use was last written to disk.
+    /// Time at which the template's use was last written to disk.
     noted: Instant,
 }
 
 impl Slot {
-    /// Returns the template, if it is there.
+    /// Returns the template, if it is ready.
     pub fn ready(&self) -> Option<&Ready> {
         match &self.state {
             State::Ready(ready) => Some(ready),
@@ -91,8 +91,8 @@ impl Slot {
         }
     }
 
-    /// Requests a template other than the one that is there. `Ok`: the caller must prepare it, and it is missing
-    /// meanwhile; `Err`: it is missing, and is being prepared.
+    /// Starts the preparation of a new template. `Ok`: the caller must prepare it. `Err`: another caller is preparing
+    /// it, or the last attempt failed just now. Either way, no template is available, for the returned reason.
     pub fn request(&mut self) -> Result<Missing, Missing> {
         let missing = match &self.state {
             State::Preparing(why) => return Err(*why),
@@ -112,7 +112,7 @@ impl Slot {
         self.logged = None;
     }
 
-    /// Drops the template of this name, which could not be restored. Returns whether a new one is to be built.
+    /// Drops the template of this name, which could not be restored. Returns whether a new one must be built.
     pub fn refuse(&mut self, key: &TemplateKey) -> bool {
         let refused = self.ready().is_some_and(|ready| ready.template.key == *key && !ready.made);
         if refused {
@@ -121,12 +121,12 @@ impl Slot {
         refused
     }
 
-    /// Returns whether the VMM refused what is on disk.
+    /// Returns whether the VMM refused the template on disk.
     pub fn is_refused(&self) -> bool {
         matches!(self.state, State::Preparing(Missing::Refused))
     }
 
-    /// Notes a failure. Returns whether it is to be logged.
+    /// Records a failure. Returns whether the caller must log it.
     pub fn fail(&mut self, error: &BuildError) -> bool {
         let why = match error {
             BuildError::NoRoom { .. } => Missing::NoRoom,
@@ -139,7 +139,7 @@ impl Slot {
 }
 
 impl Ready {
-    /// Notes a use. Returns whether it is to be written to disk.
+    /// Records a use. Returns whether the caller must write it to disk.
     pub fn touch(&mut self) -> bool {
         self.used = Instant::now();
         let due = self.noted.elapsed() >= NOTED;

@@ -16,6 +16,7 @@ use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_vmm::{Vmm, VmmError, Vmms};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use super::{
     Kind, Missing, Preparation, ScratchDisks, Shape, Template, TemplateError, TemplateKey,
@@ -25,28 +26,29 @@ use super::{
     key::{InputDigest, InputHasher},
     slot::{Slot, State},
 };
+use crate::error::tolerate;
 
-/// How long after its last use a template is safe from removal for another one: with more sizes in use than the bounds
-/// allow, each build would remove the template that is needed next.
+/// Time after its last use for which a template is not removed for another one. With more sizes in use than the bounds
+/// allow, each build would otherwise remove the template that is needed next.
 const SPARED: Duration = Duration::from_secs(60);
 
 /// A template ready for use.
 struct Prepared {
     template: Arc<Template>,
-    /// Its inputs.
+    /// The template's inputs.
     survey: Arc<InputDigest>,
-    /// Built by this daemon.
+    /// Whether this daemon built the template.
     made: bool,
 }
 
 /// A template on disk, for people.
 #[derive(Debug)]
 pub struct TemplateView {
-    /// Its name.
+    /// The template's name.
     pub key: TemplateKey,
-    /// Its manifest, if it can be read.
+    /// The template's manifest, if it can be read.
     pub manifest: Result<Manifest, TemplateError>,
-    /// New pods are copies of it.
+    /// Whether new pods are copies of the template.
     pub in_use: bool,
 }
 
@@ -64,7 +66,7 @@ pub struct Templates {
 
 impl Templates {
     /// Opens the directory of templates below the state directory, creates it if it is missing, and removes surplus
-    /// ones. VMs that become templates start in `cgroup`, and `preparation` prepares their guests.
+    /// templates. VMs that become templates start in `cgroup`, and `preparation` prepares their guests.
     pub fn open(
         config: &Config,
         vmms: Vmms,
@@ -75,9 +77,9 @@ impl Templates {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
         for entry in fs::read_dir(&root)?.flatten() {
-            // An unfinished one.
+            // An unfinished template.
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
-                clear(&entry.path())?;
+                tolerate("remove", &entry.path(), clear(&entry.path()));
             }
         }
         let templates = Self {
@@ -90,12 +92,13 @@ impl Templates {
                 tap_pool,
                 cgroup,
                 preparation,
+                stopping: CancellationToken::new(),
             },
             surveyor: InputHasher::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),
         };
-        templates.keep_within_bounds(None)?;
+        tolerate("bound", &templates.builder.root, templates.keep_within_bounds(None).map(drop));
         Ok(Arc::new(templates))
     }
 
@@ -125,13 +128,16 @@ impl Templates {
     /// Returns the template for VMs of this kind; loads or builds it if there is none.
     pub async fn prepare(self: &Arc<Self>, kind: impl Into<Kind>) -> Result<Arc<Template>, BuildError> {
         let kind = kind.into();
-        // A template that is there needs no wait for the preparation of others.
+        // A template that exists needs no wait for the preparation of others.
         if let Some(template) = self.ready(kind) {
             return Ok(template);
         }
         let _one = self.preparing.lock().await;
         if let Some(template) = self.ready(kind) {
             return Ok(template);
+        }
+        if self.builder.stopping.is_cancelled() {
+            return Err(BuildError::Stopping);
         }
         let prepared = self.load_or_build(kind).await;
         let mut slots = self.slots();
@@ -142,7 +148,7 @@ impl Templates {
                 Ok(template)
             }
             Err(error) => {
-                if slot.fail(&error) {
+                if !matches!(error, BuildError::Stopping) && slot.fail(&error) {
                     let error = chain(&error);
                     let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
                     tracing::warn!(%shape, vmm, error, "no template: pods of this size boot; retrying, logged once");
@@ -150,6 +156,12 @@ impl Templates {
                 Err(error)
             }
         }
+    }
+
+    /// Ends the preparation of templates, for good. On return, unfinished work has been undone.
+    pub async fn stop(&self) {
+        self.builder.stopping.cancel();
+        drop(self.preparing.lock().await);
     }
 
     async fn load_or_build(self: &Arc<Self>, kind: Kind) -> Result<Prepared, BuildError> {
@@ -190,6 +202,9 @@ impl Templates {
         }
         match self.blocking(move |_| load(&dir)).await {
             Ok(template) => Ok(Some(template)),
+            // Another VM would not help a host that is short of something, and the template may be intact. This is
+            // retried.
+            Err(error) if !error.is_damage() => Err(error),
             Err(error) => {
                 let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
                 tracing::warn!(%shape, vmm, error = chain(&error), "cannot use a template; building a new one");
@@ -204,7 +219,7 @@ impl Templates {
         kind: Kind,
         survey: &Arc<InputDigest>,
     ) -> Result<Arc<Template>, BuildError> {
-        // It will need as much space as the last time.
+        // The template will need as much space as the last time.
         let bytes = self.slots().entry(kind).or_default().bytes;
         let room = self.blocking(move |all| {
             let kept = all.kept(None).map_err(TemplateError::path("list", &all.builder.root))?;
@@ -244,10 +259,10 @@ impl Templates {
         })
     }
 
-    /// Notes that a VM could not be restored from this template. If the VMM refuses it although its inputs match, a
+    /// Records that a VM could not be restored from this template. If the VMM refuses it although its inputs match, a
     /// template of an earlier daemon is built again, once.
     pub fn not_restored(self: &Arc<Self>, kind: Kind, template: &Template, error: &VmmError) {
-        // QEMU exits when it refuses. Errors of the host are not the template's.
+        // QEMU exits when it refuses a template. Errors of the host are not the template's.
         if !matches!(error, VmmError::Died { .. } | VmmError::Refused { .. } | VmmError::Malformed { .. }) {
             return;
         }
@@ -280,7 +295,7 @@ impl Templates {
         image::load(&self.builder.root.join(key)).map(drop)
     }
 
-    /// Removes a template. Pods that are copies of it keep the shared memory. Returns whether it was there.
+    /// Removes a template. Pods that are copies of it keep the shared memory. Returns whether the template existed.
     pub fn remove(&self, key: &TemplateKey) -> io::Result<bool> {
         let dir = self.builder.root.join(key);
         let there = dir.exists();
@@ -289,8 +304,8 @@ impl Templates {
         Ok(there)
     }
 
-    /// Removes the least recently used templates until the rest keeps within the bounds. Never removes `keep`; nor,
-    /// for its sake, one that was used just now. Returns `false` if these do not fit.
+    /// Removes the least recently used templates until the rest keeps within the bounds. Never removes `keep` or a
+    /// template that was used just now. Returns `false` if these do not fit.
     fn keep_within_bounds(&self, keep: Option<&TemplateKey>) -> io::Result<bool> {
         let Some(doomed) = bounds::doomed(self.kept(keep)?, None, &self.bounds) else { return Ok(false) };
         for key in doomed {
@@ -300,7 +315,7 @@ impl Templates {
         Ok(true)
     }
 
-    /// Lists what is on disk, whatever its content.
+    /// Lists the templates on disk, whatever their content.
     fn kept(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<Kept>> {
         let spared: Vec<TemplateKey> = self
             .slots()
@@ -331,7 +346,7 @@ impl Templates {
         }
         let mut slots = self.slots();
         let State::Ready(ready) = &mut slots.get_mut(&kind)?.state else { return None };
-        // If another has replaced it meanwhile, that is newer still.
+        // If another template has replaced it meanwhile, that one is newer still.
         let template = ready.template.clone();
         if ready.touch() {
             let dir = self.builder.root.join(&template.key);
@@ -358,9 +373,9 @@ impl Templates {
     }
 }
 
-/// Returns the directory for sockets of the VM that is to be frozen.
+/// Returns the directory for sockets of VMs that become templates.
 pub fn run_dir(config: &Config) -> PathBuf {
-    config.run_dir.join("template")
+    config.run_dir.join(sandboxer_process::strays::TEMPLATE)
 }
 
 /// Loads a template.
@@ -369,10 +384,10 @@ fn load(dir: &Path) -> Result<Arc<Template>, TemplateError> {
     image::load(dir).map(Arc::new)
 }
 
-/// Notes that a template was used, in the modification time of its directory.
+/// Records that a template was used, in the modification time of its directory.
 fn note_use(dir: &Path) {
     match File::open(dir).and_then(|dir| dir.set_modified(clock::now())) {
-        // It was removed meanwhile.
+        // The template was removed meanwhile.
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::warn!(path = %dir.display(), %error, "cannot note the use of a template");
         }

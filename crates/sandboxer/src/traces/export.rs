@@ -17,17 +17,17 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::{Counts, Item, Source};
 
-/// Most spans of a batch.
+/// Maximum number of spans in a batch.
 const BATCH: usize = 256;
-/// How long a batch waits for more spans.
+/// Maximum time that a batch waits for more spans.
 const GATHERED_WITHIN: Duration = Duration::from_secs(1);
 /// Time limits for a connection, and for a batch.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for the last batches of a worker that ends.
+/// Time limit for the last batches of a worker that exits.
 const LAST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Sends spans until it is closed.
+/// Sends spans until the queue is closed.
 #[derive(Debug)]
 pub struct Exporter {
     endpoint: String,
@@ -37,7 +37,7 @@ pub struct Exporter {
 }
 
 impl Exporter {
-    /// Returns the exporter of a queue.
+    /// Creates the exporter of a queue.
     pub fn new(
         endpoint: &str,
         queue: mpsc::Receiver<Item>,
@@ -47,7 +47,7 @@ impl Exporter {
         Self { endpoint: endpoint.to_owned(), queue, counts, closed }
     }
 
-    /// Sends. A batch that the collector does not take in time is dropped: the next ones are newer.
+    /// Sends batches of spans. A batch that the collector does not accept in time is dropped: the next ones are newer.
     pub async fn run(mut self) {
         let endpoint = match Endpoint::from_shared(self.endpoint.clone()) {
             Ok(endpoint) => endpoint.connect_timeout(CONNECT_TIMEOUT).timeout(SEND_TIMEOUT),
@@ -58,7 +58,7 @@ impl Exporter {
         let mut failing = false;
         while let Some(batch) = self.gather().await {
             let spans = batch.len() as u64;
-            // The channel's own limit does not hold while it connects.
+            // The channel's own limit does not apply while it connects.
             let limit = if self.closed.is_cancelled() { LAST_TIMEOUT } else { SEND_TIMEOUT };
             let sent = tokio::time::timeout(limit, send(&mut client, batch)).await;
             let result = sent.unwrap_or_else(|_| Err("it does not answer in time".to_owned()));
@@ -104,7 +104,7 @@ impl Exporter {
     }
 }
 
-/// Sends a batch. Returns how many of its spans the collector rejected, or why it took none.
+/// Sends a batch. Returns the number of its spans that the collector rejected, or the reason why it accepted none.
 async fn send(client: &mut TraceServiceClient<Channel>, batch: Vec<Item>) -> Result<u64, String> {
     let (daemon, agent): (Vec<_>, Vec<_>) = batch.into_iter().partition(|item| item.source == Source::Daemon);
     let resource_spans = [("sandboxer", daemon), ("sandboxer-agent", agent)]
@@ -140,7 +140,7 @@ fn of_service(name: &str, items: Vec<Item>) -> ResourceSpans {
     }
 }
 
-/// Returns an attribute that is a text.
+/// Returns an attribute with a text as its value.
 pub fn attribute(key: &str, value: &str) -> KeyValue {
     let value = AnyValue { value: Some(any_value::Value::StringValue(value.to_owned())) };
     KeyValue { key: key.to_owned(), value: Some(value), ..Default::default() }

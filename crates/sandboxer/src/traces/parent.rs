@@ -1,18 +1,19 @@
-//! A caller's span: `traceparent` in the format of W3C Trace Context.
+//! The span of a caller: `traceparent` in the format of W3C Trace Context.
 
 /// The span of a caller.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Parent {
-    /// Its trace.
+    /// ID of the trace that the span belongs to.
     pub trace_id: [u8; 16],
-    /// The span.
+    /// ID of the span.
     pub span_id: [u8; 8],
-    /// The caller records it.
+    /// Whether the caller records the span.
     pub sampled: bool,
 }
 
 impl Parent {
-    /// Parses `VERSION-TRACE-SPAN-FLAGS`, all hex. A later version may have more fields. `None`: the caller has no trace.
+    /// Parses `VERSION-TRACE-SPAN-FLAGS`, all hex. A later version may have more fields. `None`: the caller has no
+    /// trace.
     pub fn parse(text: &str) -> Option<Self> {
         let mut fields = text.split('-');
         let [version] = hex(fields.next()?)?;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 use sandboxer_vmm::{
-    DiskSpec, Frozen, HotpluggedMemory, MEMORY, Vm, VmSpec, Vmm, VmmError,
+    Frozen, HotpluggedMemory, MEMORY, Vm, VmSpec, Vmm, VmmError,
     cloud_hypervisor::{
         api::Api,
         wire::{Disk, Fs, ImageType, Net, PciDevice, Resize, VmState},
@@ -25,7 +25,7 @@ use crate::{
     test_guest::{
         Guest, Pod,
         contract::{GROWTH_MIB, is_jailed, sealed},
-        vm_config,
+        read_only, vm_config,
     },
 };
 
@@ -107,10 +107,10 @@ async fn a_vm_is_made_booted_ended_and_forgotten(subject: Subject) -> Result<Out
 async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let (api, vm) = (&running.api, &running.vm);
-    let first = DiskSpec { read_only: true, ..running.pod.limited_disk("a") };
-    let before = fs::metadata(&first.path)?;
+    let first = read_only(&running.pod.limited_disk("a"));
+    let before = fs::metadata(first.file.name())?;
     vm.attach_disk(&first).await?;
-    let after = fs::metadata(&first.path)?;
+    let after = fs::metadata(first.file.name())?;
     ensure!((before.mode(), before.uid()) == (after.mode(), after.uid()), "{before:?}, then {after:?}");
     let shown = running.in_room("disks");
     ensure!(fs::read_dir(&shown)?.next().is_none(), "a disk is still shown");

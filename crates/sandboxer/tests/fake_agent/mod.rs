@@ -31,6 +31,9 @@ const PIECE: usize = 5000;
 /// A container whose id begins so is never created.
 pub const HANGS: &str = "hangs";
 
+/// A container whose id begins so is created when [`FakeAgent::goes_on`] says so.
+pub const LATE: &str = "late";
+
 /// Containers and execs of one fake guest; they last as long as its VM, across sessions.
 #[derive(Clone, Default)]
 pub struct FakeAgent {
@@ -38,12 +41,22 @@ pub struct FakeAgent {
     processes: Arc<Mutex<HashMap<(String, String), Process>>>,
     /// It does not power off on request.
     pub lingers: Arc<AtomicBool>,
+    /// It removes no container.
+    pub keeps_containers: Arc<AtomicBool>,
     power: Option<Power>,
     link_key: Option<watch::Sender<LinkKey>>,
     /// Output of a process in place of [`OUTPUT`], in pieces.
     pub output: Option<Arc<[u8]>>,
     /// Containers that cannot be created.
     pub hanging: watch::Sender<usize>,
+    /// Lets the late containers go on.
+    pub goes_on: watch::Sender<bool>,
+    /// Containers that the OOM killer was in, one entry for each time.
+    pub oom_kills: watch::Sender<Vec<String>>,
+    /// Processes whose input has ended: containers.
+    pub ended_inputs: watch::Sender<Vec<String>>,
+    /// Number of requests to power off.
+    pub power_offs: Arc<std::sync::atomic::AtomicU32>,
     /// Lag of its clock behind the host's.
     pub behind_ns: Arc<Mutex<i64>>,
     /// Memory limits of containers that were changed, bytes; that of all together has no name.
@@ -129,6 +142,32 @@ impl FakeAgent {
             limit => drop(self.cpu_limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
         }
         Ok(())
+    }
+
+    /// Kills a container's init, as a signal from within its guest does.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn kill(&self, container: &str) {
+        self.process(container.to_owned(), String::new()).unwrap().exit.send_replace(Some(137));
+    }
+
+    /// Returns the containers that it has.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn containers(&self) -> Vec<String> {
+        self.names(|exec| exec.is_empty())
+    }
+
+    /// Returns the containers of the execs that it has.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn execs(&self) -> Vec<String> {
+        self.names(|exec| !exec.is_empty())
+    }
+
+    fn names(&self, which: impl Fn(&str) -> bool) -> Vec<String> {
+        let processes = self.processes.lock().unwrap();
+        let names = processes.keys().filter(|(_, exec)| which(exec)).map(|(container, _)| container.clone());
+        let mut names: Vec<_> = names.collect();
+        names.sort();
+        names
     }
 
     fn has_vcpus(&self) -> u32 {
@@ -232,6 +271,10 @@ impl Agent for FakeAgent {
             self.hanging.send_modify(|hanging| *hanging += 1);
             std::future::pending::<()>().await;
         }
+        if request.container_id.starts_with(LATE) {
+            self.hanging.send_modify(|hanging| *hanging += 1);
+            let _ = self.goes_on.subscribe().wait_for(|goes_on| *goes_on).await;
+        }
         self.add(request.container_id, String::new());
         // The second is more than any request takes: a guest may say anything.
         Ok(wire::CreateContainerResponse { pid: 7, disks_ns: 1, runtime_ns: u64::MAX, ..Default::default() })
@@ -261,7 +304,15 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::DeleteContainerRequest,
     ) -> Result<wire::DeleteContainerResponse> {
-        self.processes.lock().unwrap().retain(|(container, _), _| *container != request.container_id);
+        if self.keeps_containers.load(Ordering::Relaxed) {
+            return Err(status(Code::INTERNAL));
+        }
+        let mut processes = self.processes.lock().unwrap();
+        let init = processes.get(&(request.container_id.clone(), String::new()));
+        if init.is_some_and(|init| init.started && init.exit.borrow().is_none()) {
+            return Err(status(Code::FAILED_PRECONDITION));
+        }
+        processes.retain(|(container, _), _| *container != request.container_id);
         Ok(Default::default())
     }
 
@@ -347,7 +398,11 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::SignalProcessRequest,
     ) -> Result<wire::SignalProcessResponse> {
-        self.process(request.container_id, request.exec_id)?.exit.send_replace(Some(128 + request.signal));
+        let process = self.process(request.container_id, request.exec_id)?;
+        if process.exit.borrow().is_some() {
+            return Err(status(Code::NOT_FOUND));
+        }
+        process.exit.send_replace(Some(128 + request.signal));
         Ok(Default::default())
     }
 
@@ -376,7 +431,45 @@ impl Agent for FakeAgent {
         })
     }
 
+    async fn write_input(
+        &self,
+        _: &TtrpcContext,
+        request: wire::WriteInputRequest,
+    ) -> Result<wire::WriteInputResponse> {
+        if request.end {
+            self.ended_inputs.send_modify(|ended| ended.push(request.container_id));
+        }
+        let taken = request.offset + request.data.len() as u64;
+        Ok(wire::WriteInputResponse { taken, ..Default::default() })
+    }
+
+    async fn pause_container(
+        &self,
+        _: &TtrpcContext,
+        _: wire::PauseContainerRequest,
+    ) -> Result<wire::PauseContainerResponse> {
+        Ok(Default::default())
+    }
+
+    async fn next_events(
+        &self,
+        _: &TtrpcContext,
+        request: wire::NextEventsRequest,
+    ) -> Result<wire::NextEventsResponse> {
+        let mut kills = self.oom_kills.subscribe();
+        let after = usize::try_from(request.after).unwrap();
+        let kills = kills.wait_for(|kills| kills.len() > after).await.map_err(|_| status(Code::INTERNAL))?;
+        let event = |(n, container): (usize, &String)| {
+            let oom = wire::Oom { container_id: container.clone(), ..Default::default() };
+            let kind = Some(wire::event::Kind::Oom(oom));
+            wire::Event { sequence: n as u64 + 1, kind, ..Default::default() }
+        };
+        let events = kills.iter().enumerate().skip(after).map(event).collect();
+        Ok(wire::NextEventsResponse { events, ..Default::default() })
+    }
+
     async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Result<wire::PowerOffResponse> {
+        self.power_offs.fetch_add(1, Ordering::Relaxed);
         match &self.power {
             Some(power) if !self.lingers.load(Ordering::Relaxed) => power.off(&[]),
             _ => std::future::pending().await,

@@ -105,7 +105,7 @@ async fn disks_are_found_by_their_serials(subject: Subject) -> Result<()> {
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     let (small, large) = (ext4(&guest.pod, "small", 16)?, ext4(&guest.pod, "large", 48)?);
-    vm.attach_disk(&DiskSpec { read_only: true, ..guest.pod.disk("other") }).await?;
+    vm.attach_disk(&guest.pod.read_only_disk("other")).await?;
     vm.attach_disk(&small).await?;
     vm.detach_disk("small").await?;
     vm.attach_disk(&large).await?;
@@ -120,8 +120,8 @@ async fn disks_are_found_by_their_serials(subject: Subject) -> Result<()> {
 /// Creates a disk with a file system of `mib` MiB.
 fn ext4(pod: &Pod, serial: &str, mib: u64) -> Result<DiskSpec> {
     let disk = pod.disk(serial);
-    fs::File::options().write(true).open(&disk.path)?.set_len(mib << 20)?;
-    let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&disk.path).status()?;
+    fs::File::options().write(true).open(disk.file.name())?.set_len(mib << 20)?;
+    let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(disk.file.name()).status()?;
     ensure!(made.success(), "mkfs.ext4: {made}");
     Ok(disk)
 }

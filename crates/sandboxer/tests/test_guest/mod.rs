@@ -9,7 +9,7 @@ pub mod share_server;
 
 use std::{
     env, fs, io,
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::unix::fs::{FileExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -18,7 +18,7 @@ use std::{
 use sandboxer_config::{Accelerator, VhostNet, VmConfig, VmmChoice};
 use sandboxer_process::strays;
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
-use sandboxer_vmm::{AgentStream, DiskLimits, DiskSpec, Rate, Vm, VmSpec, qemu::Qemu};
+use sandboxer_vmm::{AgentStream, DiskFile, DiskLimits, DiskSpec, Rate, Vm, VmSpec, qemu::Qemu};
 use sandboxer_vmm_fake::FakeGuest;
 use tempfile::TempDir;
 use tokio::{
@@ -43,7 +43,10 @@ pub fn serve_in_memory(guest: FakeGuest) {
                 "await" => {
                     let disks = disks.wait_for(|disks| disks.iter().any(|disk| named(&disk))).await.unwrap();
                     let disk = disks.iter().find(named).unwrap();
-                    let first = fs::read_to_string(&disk.path).unwrap();
+                    let mut first = [0; 64];
+                    let length =
+                        fs::File::from(disk.file.descriptor().unwrap()).read_at(&mut first, 0).unwrap();
+                    let first = String::from_utf8_lossy(&first[..length]);
                     let first = first.lines().next().unwrap();
                     format!("disk {argument} ro={} starts with {first}", u8::from(disk.read_only))
                 }
@@ -176,7 +179,14 @@ impl Pod {
         let mut image = format!("{serial}\n").into_bytes();
         image.resize(1 << 20, 0);
         fs::write(&path, image).unwrap();
-        DiskSpec { serial: serial.into(), path, read_only: false, limits: DiskLimits::default() }
+        let file = fs::File::options().read(true).write(true).open(&path).unwrap();
+        let file = DiskFile::new(file, path).unwrap();
+        DiskSpec { serial: serial.into(), file, read_only: false, limits: DiskLimits::default() }
+    }
+
+    /// Creates a disk as [`Pod::disk`] does, which the guest can only read.
+    pub fn read_only_disk(&self, serial: &str) -> DiskSpec {
+        read_only(&self.disk(serial))
     }
 
     pub fn script(&self, name: &str, body: &str) -> PathBuf {
@@ -309,10 +319,18 @@ fn built(name: &str) -> PathBuf {
     path
 }
 
-/// Returns whether process `pid` has the file of `disk` open.
+/// Returns a disk as one that the guest can only read.
+pub fn read_only(disk: &DiskSpec) -> DiskSpec {
+    let path = disk.file.name().to_owned();
+    let file = DiskFile::new(fs::File::open(&path).unwrap(), path).unwrap();
+    DiskSpec { file, read_only: true, ..disk.clone() }
+}
+
+/// Returns whether process `pid` has the file of `disk` open. A double is this process, which has it open as `disk` itself.
 pub fn has_open(pid: u32, disk: &DiskSpec) -> io::Result<bool> {
-    let file = fs::metadata(&disk.path)?;
+    let inode = disk.file.inode()?;
     let open =
         fs::read_dir(format!("/proc/{pid}/fd"))?.flatten().filter_map(|fd| fs::metadata(fd.path()).ok());
-    Ok(open.map(|open| (open.dev(), open.ino())).any(|open| open == (file.dev(), file.ino())))
+    let own = usize::from(pid == std::process::id());
+    Ok(open.filter(|open| (open.dev(), open.ino()) == inode).count() > own)
 }

@@ -53,7 +53,7 @@ impl Drop for ShareServer {
 /// Returns the newest one that was built.
 fn built() -> PathBuf {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
-    let built = ["debug", "release"].map(|profile| target.join(profile).join(PROGRAM));
+    let built = ["debug", "quick", "release"].map(|profile| target.join(profile).join(PROGRAM));
     let newest =
         built.into_iter().max_by_key(|path| fs::metadata(path).and_then(|found| found.modified()).ok());
     newest.filter(|path| path.is_file()).unwrap_or_else(|| panic!("{PROGRAM} is missing: run `make build`"))

@@ -131,7 +131,7 @@ fn find_share_server() {
         return;
     }
     let target = own.parent().and_then(Path::parent).and_then(Path::parent).unwrap();
-    let built = ["debug", "release"].map(|profile| target.join(profile).join(PROGRAM));
+    let built = ["debug", "quick", "release"].map(|profile| target.join(profile).join(PROGRAM));
     let built = built.iter().find(|path| path.is_file());
     let built = built.unwrap_or_else(|| panic!("{PROGRAM} is missing: run `make build`"));
     let _ = std::os::unix::fs::symlink(built, beside);

@@ -98,7 +98,7 @@ fn the_root_takes_nothing() {
 #[test]
 fn nodes_and_handles_that_were_never_given_are_none() {
     let (_server, mut kernel, share) = with_secret();
-    for node in [0, 2, 12345, u64::MAX] {
+    for node in [0, 99, 12345, u64::MAX] {
         assert!(kernel.getattr(node).is_err(), "{node}");
         assert!(kernel.open(node, O_RDONLY).is_err(), "{node}");
         assert!(kernel.lookup(node, "x").is_err(), "{node}");
@@ -109,27 +109,59 @@ fn nodes_and_handles_that_were_never_given_are_none() {
     }
     // More forgets than look-ups, also of the root: both stay valid.
     for node in [share, 1] {
-        let forget = kernel.request(op::FORGET, node, &words(&[u32::MAX, u32::MAX]));
-        assert_eq!(kernel.exchange(&forget), Some(Vec::new()));
+        kernel.forget(node, u64::MAX);
     }
     assert!(kernel.getattr(share).is_err(), "it was forgotten");
     assert!(kernel.lookup(1, "0").is_ok());
 }
 
 #[test]
-fn more_files_than_may_be_open_are_refused_and_forgotten_ones_make_room() {
-    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
-    for n in 0..300 {
-        fs::write(server.host().join(n.to_string()), "").unwrap();
+fn a_name_ends_at_its_first_zero() {
+    let (_server, mut kernel, share) = with_secret();
+    for name in [&b"..\0\0"[..], b"..\0up\0", b".\0\0\0", b"\0\0", b"../up\0\0"] {
+        for node in [share, 1] {
+            assert_eq!(kernel.ask(op::LOOKUP, node, name).unwrap_err(), EINVAL, "{name:?}");
+        }
     }
-    let found: Vec<_> = (0..300).map_while(|n| kernel.lookup(share, &n.to_string()).ok()).collect();
-    assert!((100..256).contains(&found.len()), "{}", found.len());
-    assert_eq!(kernel.lookup(share, "299").unwrap_err(), libc::EMFILE);
-    for entry in &found {
-        let forget = kernel.request(op::FORGET, entry.node, &words(&[1, 0]));
-        kernel.exchange(&forget).unwrap();
+}
+
+#[test]
+fn a_directory_that_becomes_a_link_leads_nowhere() {
+    let (server, mut kernel, share) = with_secret();
+    let (host, inside) = (server.host(), server.host().join("inside"));
+    fs::create_dir(&inside).unwrap();
+    fs::write(inside.join(SECRET), "inside").unwrap();
+    let swap = |count: usize| {
+        let host = fs::File::open(&host).unwrap();
+        for _ in 0..count {
+            let flags = rustix::fs::RenameFlags::EXCHANGE;
+            rustix::fs::renameat_with(&host, "inside", &host, "up", flags).unwrap();
+        }
+    };
+    let tried = |kernel: &mut crate::kernel_double::Kernel| {
+        let directory = kernel.lookup(share, "inside")?.node;
+        let file = kernel.lookup(directory, SECRET)?.node;
+        kernel.content(file)
+    };
+    std::thread::scope(|scope| {
+        let swapping = scope.spawn(|| swap(5000));
+        while !swapping.is_finished() {
+            if let Ok(content) = tried(&mut kernel) {
+                assert_eq!(content, b"inside");
+            }
+        }
+    });
+    // A file that was found is not looked for through a link either.
+    assert_eq!(tried(&mut kernel).unwrap(), b"inside");
+    let directory = kernel.lookup(share, "inside").unwrap().node;
+    let file = kernel.lookup(directory, SECRET).unwrap().node;
+    for n in 0..100 {
+        fs::create_dir(host.join(n.to_string())).unwrap();
+        let other = kernel.lookup(share, &n.to_string()).unwrap().node;
+        assert!(kernel.lookup(other, "x").is_err());
     }
-    assert!(kernel.lookup(share, "299").is_ok());
+    swap(1);
+    assert_eq!(kernel.content(file).unwrap_err(), libc::ESTALE);
 }
 
 #[test]

@@ -22,9 +22,9 @@ fn a_kernel_is_told_how_much_at_once() {
     let server = Server::start();
     let (flags, most) = server.connect().init();
     assert_eq!(most, 1 << 20);
-    let (big_writes, invalidates, many_pages, posix_locks, flock) =
-        (1 << 5, 1 << 12, 1 << 22, 1 << 1, 1 << 10);
-    let wanted = big_writes | invalidates | many_pages;
+    let (big_writes, own_umask, invalidates, acls, many_pages, posix_locks, flock) =
+        (1 << 5, 1 << 6, 1 << 12, 1 << 20, 1 << 22, 1 << 1, 1 << 10);
+    let wanted = big_writes | own_umask | invalidates | acls | many_pages;
     assert_eq!(flags & wanted, wanted, "{flags:x}");
     assert_eq!(flags & (posix_locks | flock), 0, "{flags:x}");
 }
@@ -154,7 +154,7 @@ fn links_fifos_attributes_and_space() {
     assert_eq!(fs::metadata(server.host().join("hard")).unwrap().len(), 4096);
     let space = kernel.ask(op::STATFS, share, &[]).unwrap();
     assert_ne!(u64::from_le_bytes(space[..8].try_into().unwrap()), 0, "no blocks");
-    kernel.ask(op::RELEASE, file.node, &words(&[h0, h1, 0, 0, 0, 0])).unwrap();
+    kernel.release(file.node, handle).unwrap();
     assert!(kernel.read(file.node, handle, 0, 1).is_err(), "a handle that was given back");
 }
 
@@ -165,7 +165,6 @@ fn what_is_asked_for_beside_reading_and_writing_is_allowed() {
     let (file, handle) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
     let [h0, h1] = halves(handle);
     kernel.ask(op::FLUSH, file.node, &words(&[h0, h1, 0, 0, 0, 0])).unwrap();
-    kernel.ask(op::ACCESS, file.node, &words(&[libc::R_OK as u32, 0])).unwrap();
     let data = kernel.ask(op::LSEEK, file.node, &words(&[h0, h1, 0, 0, libc::SEEK_END as u32, 0])).unwrap();
     assert_eq!(data, 0_u64.to_le_bytes());
     kernel.setxattr(file.node, "user.note", b"value").unwrap();

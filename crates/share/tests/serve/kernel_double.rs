@@ -195,7 +195,32 @@ impl Kernel {
     }
 
     pub fn open(&mut self, node: u64, flags: i32) -> Answer<u64> {
-        self.ask(op::OPEN, node, &words(&[flags as u32, 0])).map(|answer| u64_at(&answer, 0))
+        self.open_as(node, flags).map(|(handle, _)| handle)
+    }
+
+    /// Opens a file; returns its handle and the answer's flags.
+    pub fn open_as(&mut self, node: u64, flags: i32) -> Answer<(u64, u32)> {
+        let answer = self.ask(op::OPEN, node, &words(&[flags as u32, 0]))?;
+        Ok((u64_at(&answer, 0), u32_at(&answer, 8)))
+    }
+
+    pub fn release(&mut self, node: u64, handle: u64) -> Answer<()> {
+        let [h0, h1] = halves(handle);
+        self.ask(op::RELEASE, node, &words(&[h0, h1, 0, 0, 0, 0])).map(drop)
+    }
+
+    pub fn forget(&mut self, node: u64, count: u64) {
+        let [c0, c1] = halves(count);
+        let forget = self.request(op::FORGET, node, &words(&[c0, c1]));
+        assert_eq!(self.exchange(&forget), Some(Vec::new()));
+    }
+
+    /// Reads a file as a process does: opens it, reads it and closes it.
+    pub fn content(&mut self, node: u64) -> Answer<Vec<u8>> {
+        let handle = self.open(node, libc::O_RDONLY)?;
+        let content = self.read(node, handle, 0, 4096);
+        self.release(node, handle)?;
+        content
     }
 
     pub fn opendir(&mut self, node: u64) -> Answer<u64> {
@@ -233,7 +258,7 @@ impl Kernel {
         self.ask(opcode, node, &words(&[h0, h1, o0, o1, size, 0, 0, 0, 0, 0]))
     }
 
-    /// Lists a directory.
+    /// Lists a directory without itself and the one above.
     pub fn list(&mut self, node: u64) -> Vec<String> {
         let handle = self.opendir(node).unwrap();
         let (mut names, mut offset) = (Vec::new(), 0);
@@ -241,6 +266,9 @@ impl Kernel {
             let listed = self.read_as(op::READDIR, node, handle, offset, 4096).unwrap();
             if listed.is_empty() {
                 names.sort();
+                let [d0, d1] = halves(handle);
+                self.ask(op::RELEASEDIR, node, &words(&[d0, d1, 0, 0, 0, 0])).unwrap();
+                names.retain(|name| name != "." && name != "..");
                 return names;
             }
             let mut rest = &listed[..];
@@ -276,7 +304,7 @@ impl Kernel {
     }
 
     pub fn setxattr(&mut self, node: u64, name: &str, value: &[u8]) -> Answer<()> {
-        let body = [named(&[value.len() as u32, 0], &[name]), value.to_vec()].concat();
+        let body = [named(&[value.len() as u32, 0, 0, 0], &[name]), value.to_vec()].concat();
         self.ask(op::SETXATTR, node, &body).map(drop)
     }
 

@@ -15,16 +15,22 @@ use std::{
 };
 
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
+    setrlimit, waitid,
 };
 use sandboxer_protocol::link::LinkKey;
-use sandboxer_share::attach::{Access, AttachError, Source, attach};
+use sandboxer_share::attach::{Access, AttachError, Source, put, take};
 use tempfile::TempDir;
 
 use crate::{kernel_double::Kernel, vmm_double::Disk};
 
 /// The key of streams.
 pub const KEY: LinkKey = LinkKey::from_bytes([7; LinkKey::LEN]);
+
+/// The transport with [`KEY`].
+pub fn streams() -> String {
+    format!("streams:{}", KEY.to_hex())
+}
 
 /// The server. Dropping it kills it.
 pub struct Server {
@@ -36,11 +42,16 @@ pub struct Server {
 impl Server {
     /// Starts a server without a share, for streams.
     pub fn start() -> Self {
-        Self::start_by(&format!("streams:{}", KEY.to_hex()))
+        Self::start_by(&streams())
     }
 
     /// Starts a server with this transport.
     pub fn start_by(transport: &str) -> Self {
+        Self::start_with(transport, 256, 256)
+    }
+
+    /// Starts a server for a guest that may know `files` files, on a host where a process may open few.
+    pub fn start_with(transport: &str, files: u32, descriptors: u64) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("run")).unwrap();
         fs::create_dir(dir.path().join("host")).unwrap();
@@ -49,13 +60,17 @@ impl Server {
         program
             .arg(listener.as_raw_fd().to_string())
             .arg(dir.path().join("run"))
-            .arg("256")
+            .arg(files.to_string())
             .arg(transport)
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
-        // SAFETY: between fork and exec one system call is made.
+        let limit = Rlimit { current: Some(descriptors), maximum: Some(descriptors) };
+        // SAFETY: between fork and exec two system calls are made.
         unsafe {
-            program.pre_exec(move || Ok(rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty())?))
+            program.pre_exec(move || {
+                setrlimit(Resource::Nofile, limit)?;
+                Ok(rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty())?)
+            })
         };
         let mut started = program.spawn().unwrap();
         let mut words = String::new();
@@ -87,7 +102,17 @@ impl Server {
     }
 
     pub fn attach(&self, number: u32, source: Source<'_>) -> Result<(), AttachError> {
-        attach(self.pidfd.as_fd(), &number.to_string(), source)
+        let found = rustix::fs::open(
+            source.path,
+            rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        );
+        let found = found.map_err(|errno| AttachError::Source {
+            action: "open",
+            path: source.path.to_owned(),
+            source: errno.into(),
+        })?;
+        put(self.pidfd.as_fd(), &number.to_string(), &take(found.as_fd(), source)?)
     }
 
     /// Returns a kernel with its own stream.
@@ -104,6 +129,11 @@ impl Server {
 
     pub fn connect_raw(&self) -> UnixStream {
         UnixStream::connect(self.dir.path().join("socket")).unwrap()
+    }
+
+    /// Returns the number of its open files.
+    pub fn descriptors(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/fd", self.pid)).unwrap().count()
     }
 
     pub fn proc(&self, file: &str) -> String {

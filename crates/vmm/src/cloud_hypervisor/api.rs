@@ -1,4 +1,5 @@
-//! Cloud Hypervisor's API, typed. The VMM runs a hostile guest: an answer of another type than expected is an error.
+//! A typed client of Cloud Hypervisor's API. The VMM runs a hostile guest: a response of an unexpected type is an
+//! error.
 
 use std::{
     os::fd::OwnedFd,
@@ -41,12 +42,12 @@ impl Api {
         self.get("vmm.ping").await
     }
 
-    /// Creates the VM. It does not run yet.
+    /// Creates the VM, which does not run yet.
     pub async fn create(&self, config: &VmConfig) -> Result<(), ApiError> {
         self.put("vm.create", Some(config)).await
     }
 
-    /// Runs the VM.
+    /// Boots the VM.
     pub async fn boot(&self) -> Result<(), ApiError> {
         self.act("vm.boot").await
     }
@@ -56,7 +57,7 @@ impl Api {
         self.get("vm.info").await
     }
 
-    /// Returns the traffic of its devices.
+    /// Returns the traffic of the VM's devices.
     pub async fn counters(&self) -> Result<Counters, ApiError> {
         self.get("vm.counters").await
     }
@@ -88,7 +89,7 @@ impl Api {
         self.add("vm.add-disk", disk, Vec::new()).await
     }
 
-    /// Attaches a network card; one open tap for each pair of its queues.
+    /// Attaches a network card, with one open tap for each pair of its queues.
     pub async fn add_net(&self, net: &Net, taps: Vec<OwnedFd>) -> Result<PciDevice, ApiError> {
         self.add("vm.add-net", net, taps).await
     }
@@ -98,17 +99,17 @@ impl Api {
         self.add("vm.add-fs", fs, Vec::new()).await
     }
 
-    /// Requests the guest to release a device. Its removal is an event.
+    /// Requests the guest to release a device. An event reports the removal.
     pub async fn remove_device(&self, id: &str) -> Result<(), ApiError> {
         self.put("vm.remove-device", Some(&Device { id })).await
     }
 
-    /// Changes the number of CPUs or the memory.
+    /// Changes the number of CPUs or the size of the memory.
     pub async fn resize(&self, resize: &Resize) -> Result<(), ApiError> {
         self.put("vm.resize", Some(resize)).await
     }
 
-    /// Changes the size of a part of the memory. The guest follows later.
+    /// Changes the size of a memory zone. The guest follows later.
     pub async fn resize_zone(&self, resize: &ResizeZone<'_>) -> Result<(), ApiError> {
         self.put("vm.resize-zone", Some(resize)).await
     }
@@ -125,7 +126,7 @@ impl Api {
 
     /// Stops the VMM.
     pub async fn shutdown_vmm(&self) -> Result<(), ApiError> {
-        // 204 in the specification, 200 in fact.
+        // 204 in the specification, 200 in reality.
         let due = &[StatusCode::NO_CONTENT, StatusCode::OK];
         self.call(Method::PUT, "vmm.shutdown", Bytes::new(), Vec::new(), due).await.map(drop)
     }
@@ -154,7 +155,7 @@ impl Api {
         read(&answer)
     }
 
-    /// Sends one request. Returns the body of the answer if its status is in `due`.
+    /// Sends one request. Returns the body of the response if its status is in `due`.
     async fn call(
         &self,
         method: Method,

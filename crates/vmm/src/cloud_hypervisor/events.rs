@@ -13,20 +13,20 @@ use tokio_util::codec::{FramedRead, LinesCodec};
 
 /// The pipe, in the VM's directory.
 pub const FILE: &str = "events";
-/// Longest line accepted, bytes.
+/// Maximum length of a line, bytes.
 const MAX_LINE: usize = 4 << 10;
-/// Longest event accepted, bytes.
+/// Maximum size of an event, bytes.
 const MAX_EVENT: usize = 16 << 10;
 
-/// An event.
+/// An event of a VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Event {
-    /// Its origin: "vmm", "vm", "guest", "virtio-device".
+    /// The event's origin, such as "vmm", "vm", "guest" or "virtio-device".
     pub source: String,
-    /// Its name: "booted", "rebooting", "device-removed".
+    /// The event's name, such as "booted", "rebooting" or "device-removed".
     #[serde(rename = "event")]
     pub name: String,
-    /// Details.
+    /// Details of the event, by name.
     #[serde(default)]
     pub properties: Option<HashMap<String, String>>,
 }
@@ -37,7 +37,7 @@ impl Event {
         self.source == "vm" && self.name == name
     }
 
-    /// Returns the id of its device.
+    /// Returns the ID of the event's device.
     pub fn device(&self) -> Option<&str> {
         self.properties.as_ref()?.get("id").map(String::as_str)
     }
@@ -48,7 +48,7 @@ impl Event {
 pub struct Events(FramedRead<pipe::Receiver, LinesCodec>);
 
 impl Events {
-    /// Creates the pipe. Returns the events, and the write end for the VMM.
+    /// Creates the pipe. Returns the events and the write end for the VMM.
     pub fn create(run_dir: &Path) -> io::Result<(Self, OwnedFd)> {
         mknodat(CWD, run_dir.join(FILE), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let events = Self::open(run_dir)?;
@@ -63,7 +63,7 @@ impl Events {
         Ok(Self(FramedRead::new(pipe, LinesCodec::new_with_max_length(MAX_LINE))))
     }
 
-    /// Returns the next event; `None` once the VMM has ended or has sent something malformed.
+    /// Returns the next event, or `None` once the VMM has ended or has sent something malformed.
     pub async fn next(&mut self) -> Option<Event> {
         let mut text = String::new();
         loop {
@@ -82,7 +82,7 @@ impl Events {
             if line.is_empty() && !text.is_empty() {
                 match serde_json::from_str(&text) {
                     Ok(event) => return Some(event),
-                    // Truncated, since no process read for a while.
+                    // The VMM truncates an event when no process reads.
                     Err(error) => tracing::debug!(%error, "skipped a truncated event of a VMM"),
                 }
                 text.clear();

@@ -1,15 +1,15 @@
-//! Landlock: a VMM confines itself further once it knows its VM.
+//! Landlock, by which a VMM confines itself further once it knows its VM.
 //!
 //! In its jail a VMM can still read and execute the host's programs, which it needs to start. Landlock removes that
-//! access. The copy of a frozen VM runs without it: Landlock has no rule for its kind of memory, and a rule set from
-//! outside would have to let it execute programs, so that it would remove nothing.
+//! access. The copy of a frozen VM runs without Landlock, which has no rule for the copy's kind of memory. A rule set
+//! from outside would have to permit executing programs, so it would remove nothing.
 
 use std::io;
 
-/// The ABI that Cloud Hypervisor requires; with an older one it refuses VMs. Linux 6.2.
+/// The Landlock ABI that Cloud Hypervisor requires (Linux 6.2); with an older one it refuses VMs.
 const ABI: i64 = 3;
 
-/// Returns `Ok` if VMMs can confine themselves on this host, else why not.
+/// Returns `Ok` if VMMs can confine themselves on this host, else the reason.
 pub fn usable() -> Result<(), String> {
     /// `LANDLOCK_CREATE_RULESET_VERSION` of `linux/landlock.h`.
     const ASK_VERSION: u32 = 1;

@@ -1,4 +1,4 @@
-//! A unix stream that passes open files with its first bytes.
+//! A Unix stream that passes open files with its first bytes.
 
 use std::{
     io,
@@ -14,17 +14,17 @@ use tokio::{
     net::UnixStream,
 };
 
-/// Most files passed at once.
+/// Maximum number of files passed at once.
 const MAX_FILES: usize = 16;
 
-/// The stream, and the files that are not passed yet.
+/// The stream, and the files that have not been passed yet.
 pub struct Passing {
     stream: UnixStream,
     files: Vec<OwnedFd>,
 }
 
 impl Passing {
-    /// Passes up to [`MAX_FILES`] `files`; more fail the first write.
+    /// Returns a stream that passes `files`. With more than [`MAX_FILES`], the first write fails.
     pub fn new(stream: UnixStream, files: Vec<OwnedFd>) -> Self {
         Self { stream, files }
     }

@@ -6,9 +6,9 @@
 //! state.json    of its CPUs and devices
 //! ```
 //!
-//! The VMM restores a copy from a directory of links to the sealed files, which it inherits. Only the configuration
-//! is changed: the memory there is another file, mapped privately. A copy shares with all others what it does not
-//! write.
+//! The VMM restores a copy from a directory of links to the sealed files, which it inherits. Only the configuration is
+//! changed: its memory is another file, mapped privately. A copy shares the pages that it does not write with all
+//! others.
 
 use std::{
     fs::File,
@@ -31,19 +31,19 @@ const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
 /// Directory in the jail from which the VMM restores a copy.
 pub const DIR: &str = "/template";
-/// Directory in its room to which the VMM writes its snapshot.
+/// Directory in the VMM's room to which it writes its snapshot.
 pub const FROZEN: &str = "frozen";
-/// The one zone of the memory of a VM that is to be frozen, or that can grow.
+/// The only memory zone of a VM that is to be frozen or that can grow.
 pub const ZONE: &str = "memory";
-/// Largest configuration that is read, bytes.
+/// Maximum size of a configuration, bytes.
 const MAX_CONFIG: u64 = 1 << 20;
-/// Largest state that is kept, bytes.
+/// Maximum size of a state, bytes.
 const MAX_STATE: u64 = 16 << 20;
 
 /// Name of the restore in errors.
 pub const CALL: &str = "loading a template";
 
-/// Returns the memory of a VM.
+/// Returns the description of the memory of `spec`'s VM.
 pub fn memory(spec: &VmSpec) -> wire::Memory {
     let size = spec.memory_mib << 20;
     let hotplug_size = (spec.growth_mib > 0).then_some(spec.growth_mib << 20);
@@ -58,7 +58,7 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     wire::Memory { size: 0, shared: false, hotplug_method, zones: vec![zone] }
 }
 
-/// Creates the memory file of a VM that is to be frozen, owned by `user`, at full size as the VMM requires.
+/// Creates the memory file of a VM that is to be frozen, owned by `user` and of full size, as the VMM requires.
 pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
     let Some(path) = &spec.memory_file else { return Ok(None) };
     let make = || {
@@ -70,7 +70,7 @@ pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError
     make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
 }
 
-/// Returns what a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to it.
+/// Returns the files that a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to them.
 pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
     let own = |name| {
         frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
@@ -95,8 +95,8 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
     Ok([memory, state, config])
 }
 
-/// Moves the VMM's snapshot from its `room` to `dir`. The memory is there already; its owner becomes root, so that
-/// the VMM's user cannot open it any more.
+/// Moves the VMM's snapshot from its `room` to `dir`. The memory is already there; its owner becomes root, so that the
+/// VMM's user can no longer open it.
 pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     for (name, max) in [(CONFIG, MAX_CONFIG), (STATE, MAX_STATE)] {
         let content = room.read(FROZEN, name, max)?;
@@ -116,7 +116,7 @@ fn read(config: File) -> io::Result<Value> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Returns the configuration of a frozen VM as that of a copy with this memory, mapped privately.
+/// Turns the configuration of a frozen VM into the configuration of a copy that maps `memory` privately.
 fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, String> {
     let zones = config.pointer_mut("/memory/zones").and_then(Value::as_array_mut);
     let zone = match zones.map(Vec::as_mut_slice) {
@@ -125,11 +125,11 @@ fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, Str
     };
     zone.insert("file".to_owned(), path_text(&inherited(memory)));
     zone.insert("shared".to_owned(), false.into());
-    // Opened again, but not used.
+    // The VMM opens these again but does not use them.
     for (file, path) in [("kernel", &spec.kernel), ("initramfs", &spec.initramfs)] {
         config["payload"][file] = path_text(path);
     }
-    // It would need a rule for its memory: see `landlock`.
+    // Landlock would need a rule for the copy's memory: see `landlock`.
     config["landlock_enable"] = false.into();
     if let Some(config) = config.as_object_mut() {
         config.remove("landlock_rules");

@@ -2,8 +2,8 @@
 //!
 //! | since | what |
 //! |---|---|
-//! | v51 | disks have an image type; the VMM detects a missing one, and since v52 a raw disk then loses writes to sector 0 |
-//! | v52 | a tap may be of another network namespace; before, the VMM looked it up by name, and no pod with network started |
+//! | v51 | disks have an image type; VMMs detect a missing one, and since v52 raw disks then lose sector 0's writes |
+//! | v52 | a tap may be of another network namespace; before, the VMM looked taps up by name: no pod with network ran |
 //! | v53 | a refusal is a JSON array of causes, before plain text; a VM that is not created is status 404, before 500 |
 
 use std::{fmt, path::Path};
@@ -14,19 +14,19 @@ use crate::version::first_line;
 /// The oldest and the newest supported major version.
 pub const KNOWN: std::ops::RangeInclusive<u32> = 52..=53;
 
-/// Its name, for people.
+/// Name of the VMM in messages.
 const VMM: &str = "Cloud Hypervisor";
-/// Characters kept of a refusal.
+/// Maximum number of characters kept of a refusal.
 const REASON: usize = 400;
 
-/// A supported version.
+/// A supported version of Cloud Hypervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     text: String,
 }
 
 impl Version {
-    /// Runs `program --version`.
+    /// Runs `program --version` and parses the output.
     pub async fn of(program: &Path) -> Result<Self, VersionError> {
         Self::parse(&first_line(program).await?, program.display().to_string())
     }
@@ -62,7 +62,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// Returns why a call was refused, from the answer of any version: one line, bounded.
+/// Returns the reason of a refusal, from the response of any version: one line, bounded.
 pub fn reason(answer: &[u8]) -> String {
     let text = match serde_json::from_slice::<Vec<String>>(answer) {
         // From the outermost cause, which only repeats the call, to the innermost.
@@ -85,7 +85,7 @@ mod tests {
         assert_eq!(parse("cloud-hypervisor v53.0").unwrap().to_string(), "53.0");
         let built = parse("cloud-hypervisor v52.0-12-gdeadbee-dirty").unwrap();
         assert_eq!(built.to_string(), "52.0-12-gdeadbee-dirty");
-        // With these versions no pod with a network starts.
+        // With these versions, no pod with a network starts.
         let old = parse("cloud-hypervisor v51.2").unwrap_err();
         assert_eq!(old, "ch is Cloud Hypervisor v51.2; supported are v52 to v53");
         assert!(parse("cloud-hypervisor v54.1.2").unwrap_err().contains("v54.1.2"));

@@ -1,7 +1,6 @@
 //! A running Cloud Hypervisor.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
     time::Duration,
@@ -29,7 +28,7 @@ use crate::{
     watched::Watched,
 };
 
-/// Events that may wait for a subscriber.
+/// Maximum number of events that wait for a subscriber.
 const EVENTS: usize = 16;
 /// A VM run by Cloud Hypervisor.
 #[derive(Debug)]
@@ -40,10 +39,10 @@ pub(super) struct CloudHypervisorVm {
     pub(super) api: Api,
     pub(super) room: Arc<Room>,
     pub(super) link: Link,
-    /// User id of the VMM.
+    /// User ID of the VMM.
     pub(super) user: u32,
     pub(super) call_timeout: Duration,
-    /// When it can be frozen; see [`FREEZABLE`].
+    /// Time from which the VM can be frozen; see [`FREEZABLE`].
     pub(super) freezable: Instant,
 }
 
@@ -65,17 +64,15 @@ impl Vm for CloudHypervisorVm {
     }
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        fs::metadata(&disk.path).map_err(path_error(pod, "attach", disk.path.clone()))?;
-        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        // Stays in the jail until the VMM has answered.
+        let call = format!("attaching {} as disk {}", disk.file.name().display(), disk.serial);
+        // The disk stays in the jail until the VMM has responded.
         let _shown = self.watched.show(&call, self.user, std::slice::from_ref(disk)).await?;
         self.watched.answered(&call, self.api.add_disk(&self::disk(disk))).await.map(drop)
     }
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         let (id, call) = (device_id(serial), format!("detaching disk {serial}"));
-        // Subscribed before the call, or the event could come too early.
+        // Subscribed before the call, so that the event is not missed.
         let events = self.events.sender.subscribe();
         match self.watched.answered(&call, self.api.remove_device(&id)).await {
             Err(VmmError::Refused { .. }) if !self.has(&id, &call).await? => return Ok(()),
@@ -109,7 +106,7 @@ impl Vm for CloudHypervisorVm {
         if mib << 20 > max {
             return Err(refused(&format!("the VM can get at most {} MiB", max >> 20)));
         }
-        // The VMM refuses what it has been requested already.
+        // The VMM refuses a request for the size that was requested last.
         if zone.hotplugged_size.unwrap_or(0) == mib << 20 {
             return Ok(());
         }
@@ -155,7 +152,7 @@ impl Vm for CloudHypervisorVm {
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        // A connection that still exists in the copy would break its next ones.
+        // A connection that still exists in the copy would break the copy's next ones.
         let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
         closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(path_error(
             pod,
@@ -203,7 +200,7 @@ impl Vm for CloudHypervisorVm {
 }
 
 impl CloudHypervisorVm {
-    /// Returns whether the guest has the device.
+    /// Returns whether the VM still has the device `id`.
     async fn has(&self, id: &str, call: &str) -> Result<bool, VmmError> {
         let info = self.watched.answered(call, self.api.info()).await?;
         Ok(info.device_tree.is_some_and(|devices| devices.contains_key(id)))
@@ -220,7 +217,7 @@ impl CloudHypervisorVm {
             match events.recv().await {
                 Ok(event) if event.is("device-removed") && event.device() == Some(id) => return Ok(()),
                 Ok(_) => {}
-                // It may be among the events that were missed.
+                // The event may be among those that were missed.
                 Err(broadcast::error::RecvError::Lagged(_)) if !self.has(id, call).await? => return Ok(()),
                 Err(broadcast::error::RecvError::Lagged(_)) => {}
                 Err(broadcast::error::RecvError::Closed) => return Err(self.watched.died(call).await),
@@ -229,18 +226,18 @@ impl CloudHypervisorVm {
     }
 }
 
-/// Returns the zone of a VM's memory that can grow, and by how many bytes.
+/// Returns the growable zone of a VM's memory, and by how many bytes it can grow.
 fn zone(info: &wire::VmInfo) -> Option<(&wire::InfoZone, u64)> {
     let mut zones = info.config.memory.zones.iter().flatten();
     zones.find_map(|zone| Some((zone, zone.hotplug_size.filter(|_| zone.id == template::ZONE)?)))
 }
 
-/// Returns the id of a disk's device.
+/// Returns the ID of a disk's device.
 fn device_id(serial: &str) -> String {
     format!("disk-{serial}")
 }
 
-/// Returns a disk as the VMM's API describes it, at the path at which it is shown in the jail.
+/// Returns the API's description of a disk, at the path at which it is shown in the jail.
 pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         id: device_id(&disk.serial),
@@ -252,21 +249,21 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     }
 }
 
-/// Returns a network interface as the VMM's API describes it.
+/// Returns the API's description of a network interface.
 pub(super) fn nic(nic: u8) -> wire::Net {
     wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
-/// The events of a VMM. Clones are the same events.
+/// The events of a VMM, which all clones share.
 #[derive(Debug, Clone)]
 pub(super) struct Followed {
     sender: broadcast::Sender<Event>,
-    /// Stops with this: after an adoption, another task reads the events.
+    /// The task that reads the events. It ends with this, because another task reads them after an adoption.
     _task: Arc<AbortOnDropHandle<()>>,
 }
 
 impl Followed {
-    /// Starts to read `events` of the VMM `watched`.
+    /// Starts reading the `events` of the VMM `watched`.
     pub(super) fn new(events: Events, watched: &Watched) -> Self {
         let (sender, _) = broadcast::channel(EVENTS);
         let (process, cause) = (watched.process.clone(), watched.cause.clone());
@@ -275,7 +272,7 @@ impl Followed {
     }
 }
 
-/// Forwards events. Kills a VMM whose guest resets itself; the VMM would boot it again.
+/// Forwards events. Kills a VMM whose guest resets itself, because the VMM would boot it again.
 async fn follow(
     mut events: Events,
     process: Arc<Process>,

@@ -1,7 +1,7 @@
-//! The types of Cloud Hypervisor's API, the parts that are used here.
+//! The types of Cloud Hypervisor's API that are used here.
 //!
-//! Names and meanings are those of its published description (OpenAPI, v0.3.0); fields that are left out have
-//! the defaults given there.
+//! Names and meanings follow its published description (OpenAPI, v0.3.0); fields that are left out have the defaults
+//! given there.
 
 use std::{collections::HashMap, path::PathBuf};
 
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize, de::IgnoredAny};
 
 use crate::rate::RateLimiter;
 
-/// `vm.create`.
+/// The body of `vm.create`.
 #[derive(Debug, Clone, Serialize)]
 pub struct VmConfig {
     /// Virtual CPUs.
     pub cpus: Cpus,
     /// Guest memory.
     pub memory: Memory,
-    /// What boots.
+    /// The kernel, with its initramfs and command line.
     pub payload: Payload,
     /// Disks that the VM boots with.
     pub disks: Vec<Disk>,
@@ -30,32 +30,32 @@ pub struct VmConfig {
     pub vsock: Vsock,
     /// The device by which the guest reports pages that it has freed.
     pub balloon: Balloon,
-    /// From then on, the VMM opens only what the rules allow.
+    /// Whether the VMM confines itself with Landlock: from then on it opens only what the rules allow.
     pub landlock_enable: bool,
-    /// Rules beside the paths in this configuration.
+    /// Landlock rules in addition to the paths in this configuration.
     pub landlock_rules: Vec<LandlockRule>,
 }
 
 /// Virtual CPUs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cpus {
-    /// At boot.
+    /// Number of virtual CPUs at boot.
     pub boot_vcpus: u32,
-    /// Maximum.
+    /// Maximum number of virtual CPUs.
     pub max_vcpus: u32,
 }
 
 /// Guest memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
-    /// Bytes; 0 if there are zones.
+    /// Size in bytes; 0 if there are zones.
     pub size: u64,
-    /// Other processes may map it; `vm.add-fs` needs that.
+    /// Whether other processes may map the memory, which `vm.add-fs` requires.
     pub shared: bool,
-    /// How it can grow; the description's default is "Acpi".
+    /// How the memory can grow; the description's default is "Acpi".
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hotplug_method: Option<HotplugMethod>,
-    /// Parts of it.
+    /// Zones of the memory; may be empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<MemoryZone>,
 }
@@ -63,125 +63,125 @@ pub struct Memory {
 /// How memory grows and shrinks.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum HotplugMethod {
-    /// By a virtio-mem device for each zone.
+    /// Growth by one virtio-mem device per zone.
     VirtioMem,
 }
 
-/// A part of the memory.
+/// A zone of the memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct MemoryZone {
-    /// Its name.
+    /// Name of the zone.
     pub id: &'static str,
-    /// Bytes.
+    /// Size at boot, bytes.
     pub size: u64,
-    /// Existing file of that size; none: private memory.
+    /// Existing file of that size; `None`: private memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// Writes go to the file.
+    /// Whether writes go to the file.
     pub shared: bool,
-    /// Bytes that it can grow by. They are never in the file.
+    /// Number of bytes by which the zone can grow. They are never in the file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hotplug_size: Option<u64>,
 }
 
-/// What boots.
+/// The kernel, with its initramfs and command line.
 #[derive(Debug, Clone, Serialize)]
 pub struct Payload {
-    /// ELF with a PVH note.
+    /// Path of the kernel, an ELF file with a PVH note.
     pub kernel: PathBuf,
-    /// Its initramfs.
+    /// Path of the initramfs.
     pub initramfs: PathBuf,
-    /// Its command line.
+    /// The kernel command line.
     pub cmdline: String,
 }
 
-/// A disk; also for `vm.add-disk`.
+/// A disk; also the body of `vm.add-disk`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Disk {
     /// Name of the device.
     pub id: String,
-    /// Serial number by which the guest finds it.
+    /// Serial number by which the guest finds the disk.
     pub serial: String,
-    /// File or block device.
+    /// Path of a file or block device.
     pub path: PathBuf,
-    /// The guest cannot write to it.
+    /// Whether the guest cannot write to the disk.
     pub readonly: bool,
-    /// Format of the file. If the VMM detected it, a guest could forge it.
+    /// Format of the file. If the VMM detected the format, a guest could forge it.
     pub image_type: ImageType,
-    /// How fast it may be read and written.
+    /// Limits of reading and writing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate_limiter_config: Option<RateLimiter>,
 }
 
-/// Format of a disk's file.
+/// The format of a disk's file.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum ImageType {
-    /// The disk, byte by byte.
+    /// The disk's content, byte by byte.
     Raw,
 }
 
 /// A source of randomness.
 #[derive(Debug, Clone, Serialize)]
 pub struct Rng {
-    /// A device of the host.
+    /// Path of a device of the host.
     pub src: &'static str,
 }
 
 /// A serial port or console.
 #[derive(Debug, Clone, Serialize)]
 pub struct Console {
-    /// Its destination.
+    /// Destination of the output.
     pub mode: ConsoleMode,
 }
 
-/// The destination of a console.
+/// The destination of a console's output.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum ConsoleMode {
-    /// There is none.
+    /// No console.
     Off,
-    /// The VMM's stdout, and stdin if that is a terminal.
+    /// The VMM's stdout, and its stdin if that is a terminal.
     Tty,
 }
 
-/// A hybrid vsock, see [`super::vsock`].
+/// A hybrid vsock; see [`super::vsock`].
 #[derive(Debug, Clone, Serialize)]
 pub struct Vsock {
     /// The guest's address.
     pub cid: u32,
-    /// The VMM listens here for connections to the guest.
+    /// Path of the socket on which the VMM listens for connections to the guest.
     pub socket: PathBuf,
 }
 
-/// A balloon, which takes memory from the guest; one of size 0 takes none.
+/// A balloon, which takes memory from the guest. A balloon of size 0 takes none.
 #[derive(Debug, Clone, Serialize)]
 pub struct Balloon {
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// The guest reports pages that it has freed, and the VMM drops them.
+    /// Whether the guest reports freed pages, which the VMM then drops.
     pub free_page_reporting: bool,
 }
 
 /// A path that the VMM may open, with everything below it.
 #[derive(Debug, Clone, Serialize)]
 pub struct LandlockRule {
-    /// File or directory.
+    /// Path of a file or directory.
     pub path: PathBuf,
-    /// "r", "w" or "rw".
+    /// Permitted access: "r", "w" or "rw".
     pub access: &'static str,
 }
 
-/// `vm.add-net`; the taps are passed beside it.
+/// The body of `vm.add-net`. The taps are passed beside it.
 #[derive(Debug, Clone, Serialize)]
 pub struct Net {
     /// Name of the device.
     pub id: String,
     /// The guest's address, as in `02:00:00:00:00:01`.
     pub mac: String,
-    /// Two for each tap.
+    /// Number of queues, two for each tap.
     pub num_queues: usize,
 }
 
-/// `vm.add-fs`.
+/// The body of `vm.add-fs`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Fs {
     /// Name of the device.
@@ -190,80 +190,80 @@ pub struct Fs {
     pub tag: String,
     /// Socket of a vhost-user file server.
     pub socket: PathBuf,
-    /// Request queues.
+    /// Number of request queues.
     pub num_queues: u32,
-    /// Size of a queue, requests.
+    /// Size of a queue, in requests.
     pub queue_size: u32,
 }
 
-/// `vm.remove-device`.
+/// The body of `vm.remove-device`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Device<'a> {
-    /// Its name.
+    /// Name of the device.
     pub id: &'a str,
 }
 
-/// `vm.resize`. Fields that are not set stay as they are.
+/// The body of `vm.resize`. Fields that are not set stay as they are.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Resize {
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub desired_vcpus: Option<u32>,
-    /// Memory, bytes.
+    /// Size of the memory, bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub desired_ram: Option<u64>,
 }
 
-/// `vm.resize-zone`.
+/// The body of `vm.resize-zone`.
 #[derive(Debug, Clone, Serialize)]
 pub struct ResizeZone<'a> {
     /// Name of the zone.
     pub id: &'a str,
-    /// Memory, bytes.
+    /// Size of the zone, bytes.
     pub desired_ram: u64,
 }
 
-/// `vm.snapshot`.
+/// The body of `vm.snapshot`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Snapshot {
-    /// `file://` and an existing directory.
+    /// URL of an existing directory, with `file://`.
     pub destination_url: String,
 }
 
-/// `vm.restore`.
+/// The body of `vm.restore`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Restore {
-    /// `file://` and the directory of a snapshot.
+    /// URL of the directory of a snapshot, with `file://`.
     pub source_url: String,
-    /// Read all memory at once, not page by page on demand.
+    /// Whether to read all memory at once, not page by page on demand.
     pub prefault: bool,
 }
 
-/// Answer to `vmm.ping`.
+/// The response to `vmm.ping`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Ping {
-    /// Such as "53.0.0".
+    /// Version of the VMM, such as "53.0.0".
     pub version: String,
-    /// Process id of the VMM.
+    /// Process ID of the VMM.
     pub pid: Option<i64>,
 }
 
-/// Answer to `vm.info`.
+/// The response to `vm.info`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct VmInfo {
-    /// Its configuration now.
+    /// The VM's current configuration.
     pub config: InfoConfig,
-    /// Its state.
+    /// The VM's state.
     pub state: VmState,
-    /// The memory that the guest has now, bytes.
+    /// Current size of the guest's memory, bytes.
     #[serde(default)]
     pub memory_actual_size: u64,
-    /// Its devices by name; none before it has booted.
+    /// The VM's devices by name; empty before it has booted.
     #[serde(default)]
     pub device_tree: Option<HashMap<String, IgnoredAny>>,
 }
 
-/// The parts that are read of a VM's configuration.
+/// The parts of a VM's configuration that are read.
 #[derive(Debug, Clone, Deserialize)]
 pub struct InfoConfig {
     /// Virtual CPUs.
@@ -273,34 +273,34 @@ pub struct InfoConfig {
     pub memory: InfoMemory,
 }
 
-/// Its virtual CPUs.
+/// The virtual CPUs of a VM.
 #[derive(Debug, Clone, Copy, Deserialize)]
 pub struct InfoCpus {
-    /// As many as were last requested.
+    /// Number of virtual CPUs that was last requested.
     pub boot_vcpus: u32,
-    /// Maximum.
+    /// Maximum number of virtual CPUs.
     pub max_vcpus: u32,
 }
 
-/// The parts that are read of its memory's configuration.
+/// The parts of a memory's configuration that are read.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct InfoMemory {
-    /// Parts of it.
+    /// Zones of the memory; may be empty.
     #[serde(default)]
     pub zones: Option<Vec<InfoZone>>,
 }
 
-/// A part of the memory.
+/// A zone of the memory.
 #[derive(Debug, Clone, Deserialize)]
 pub struct InfoZone {
-    /// Its name.
+    /// Name of the zone.
     pub id: String,
-    /// Bytes at boot.
+    /// Size at boot, bytes.
     pub size: u64,
-    /// Bytes that it can grow by.
+    /// Number of bytes by which the zone can grow.
     #[serde(default)]
     pub hotplug_size: Option<u64>,
-    /// Bytes that it was last requested to grow by.
+    /// Number of bytes of growth that was last requested.
     #[serde(default)]
     pub hotplugged_size: Option<u64>,
 }
@@ -308,24 +308,24 @@ pub struct InfoZone {
 /// The state of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub enum VmState {
-    /// Not booted.
+    /// The VM has not been booted.
     Created,
-    /// Its CPUs run.
+    /// The VM's CPUs run.
     Running,
-    /// It was shut down.
+    /// The VM was shut down.
     Shutdown,
-    /// Its CPUs are stopped.
+    /// The VM's CPUs are stopped.
     Paused,
 }
 
-/// Answer to the calls that add a device to a running VM.
+/// The response to calls that add a device to a running VM.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct PciDevice {
-    /// Its name.
+    /// Name of the device.
     pub id: String,
-    /// Its PCI address in the guest, as in `0000:00:05.0`.
+    /// PCI address of the device in the guest, such as `0000:00:05.0`.
     pub bdf: String,
 }
 
-/// Answer to `vm.counters`: by device, by counter.
+/// The response to `vm.counters`: values by device and counter.
 pub type Counters = HashMap<String, HashMap<String, u64>>;

@@ -1,4 +1,4 @@
-//! Firecracker's API, typed. The VMM runs a hostile guest: an answer of another type than expected is an error.
+//! A typed client of Firecracker's API. The VMM runs a hostile guest: a response of an unexpected type is an error.
 
 use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
@@ -18,11 +18,12 @@ use crate::{
     room::Room,
 };
 
-/// The API's socket, in the VMM's room.
+/// Name of the API's socket in the VMM's room.
 pub const SOCKET: &str = "api.sock";
-/// Path of memory that the guest can get while it runs.
+/// API path of the memory that the guest can get while it runs.
 const MEMORY: &str = "/hotplug/memory";
-/// Delay between attempts to connect to a VMM that starts. It announces its socket nowhere, and accepts none.
+/// Delay between attempts to connect to a VMM that starts. Firecracker does not announce its socket and cannot inherit
+/// one.
 const AGAIN: Duration = Duration::from_millis(1);
 
 /// The API of one VMM.
@@ -38,7 +39,7 @@ impl Api {
         Self { room, limit }
     }
 
-    /// Waits until the VMM listens.
+    /// Waits until the VMM listens on its socket.
     pub async fn listens(&self) -> Result<(), ApiError> {
         let listens = async {
             loop {
@@ -56,22 +57,22 @@ impl Api {
         read(&self.call(Method::GET, "/", Bytes::new(), StatusCode::OK).await?)
     }
 
-    /// Sets CPUs and memory.
+    /// Sets the number of CPUs and the size of the memory.
     pub async fn machine(&self, machine: &Machine) -> Result<(), ApiError> {
         self.put("/machine-config", machine).await
     }
 
-    /// Sets what boots.
+    /// Sets the kernel, the initramfs and the kernel command line.
     pub async fn boot_source(&self, source: &BootSource) -> Result<(), ApiError> {
         self.put("/boot-source", source).await
     }
 
-    /// Adds a drive to a VM that is not booted yet.
+    /// Adds a drive to a VM that has not been booted.
     pub async fn drive(&self, drive: &Drive) -> Result<(), ApiError> {
         self.put(&format!("/drives/{}", drive.drive_id), drive).await
     }
 
-    /// Points a drive to another file. The guest sees its new size.
+    /// Points a drive to another file. The guest sees the new size.
     pub async fn patch_drive(&self, patch: &DrivePatch) -> Result<(), ApiError> {
         self.patch(&format!("/drives/{}", patch.drive_id), patch).await
     }
@@ -91,22 +92,22 @@ impl Api {
         self.put("/balloon", balloon).await
     }
 
-    /// Adds memory that the guest can get while it runs to a VM that is not booted yet.
+    /// Adds memory that the guest can get while it runs to a VM that has not been booted.
     pub async fn memory_hotplug(&self, memory: &MemoryHotplug) -> Result<(), ApiError> {
         self.put(MEMORY, memory).await
     }
 
-    /// Requests that the guest has so much of it. The guest follows later.
+    /// Requests that the guest has this much of the memory that it can get. The guest follows later.
     pub async fn request_memory(&self, request: &MemoryRequest) -> Result<(), ApiError> {
         self.patch(MEMORY, request).await
     }
 
-    /// Returns how much of it the guest has.
+    /// Returns how much of the memory that it can get the guest has.
     pub async fn memory(&self) -> Result<MemoryStatus, ApiError> {
         read(&self.call(Method::GET, MEMORY, Bytes::new(), StatusCode::OK).await?)
     }
 
-    /// Adds a network interface to a VM that is not booted yet.
+    /// Adds a network interface to a VM that has not been booted.
     pub async fn net(&self, net: &Net) -> Result<(), ApiError> {
         self.put(&format!("/network-interfaces/{}", net.iface_id), net).await
     }
@@ -139,7 +140,7 @@ impl Api {
         self.call(Method::PATCH, path, write(body)?, StatusCode::NO_CONTENT).await.map(drop)
     }
 
-    /// Sends one request. Returns the body of the answer if its status is `due`.
+    /// Sends one request. Returns the body of the response if its status is `due`.
     async fn call(
         &self,
         method: Method,
@@ -152,7 +153,7 @@ impl Api {
     }
 }
 
-/// Returns whether the error is that of a VMM that does not listen yet.
+/// Returns whether the error means that the VMM does not listen yet.
 fn starts(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }

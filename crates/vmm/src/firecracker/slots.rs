@@ -1,20 +1,15 @@
-//! The disks of a VM whose VMM cannot plug any: it boots with drives on an empty file, its slots, which are later
-//! pointed to disks' files.
+//! The disks of a VM whose VMM cannot hotplug any. The VM boots with drives on an empty file, its slots, which are
+//! pointed to the files of disks later.
 //!
 //! ```text
 //! /dev/vda    the index: which disk is in which slot (sandboxer_protocol::disk_index)
 //! /dev/vdb …  the slots, in order: those that the guest can only read, then the writable ones
 //! ```
 //!
-//! The VMM chooses the drives' serial numbers, so the guest finds a disk by its name in the index, and knows by its
-//! size that the slot's drive was pointed to it. The index is the daemon's: a file that the VMM can only read.
+//! The VMM chooses the drives' serial numbers, so the guest finds a disk by its name in the index. A drive's size
+//! shows that the drive was pointed to the disk. The index is the daemon's: a file that the VMM can only read.
 
-use std::{
-    fs::File,
-    io::{self, Seek, SeekFrom},
-    path::Path,
-    sync::Arc,
-};
+use std::{io, path::Path, sync::Arc};
 
 use sandboxer_process::jail::ROOM;
 use sandboxer_protocol::disk_index::{self, Entry};
@@ -30,11 +25,11 @@ use crate::{
 const READ_ONLY: usize = 12;
 /// Slots for disks that the guest can write to.
 const WRITABLE: usize = 8;
-/// The index, in the VMM's room.
+/// Name of the index in the VMM's room.
 const INDEX: &str = "index";
-/// The empty file, in the VMM's room.
+/// Name of the empty file in the VMM's room.
 const EMPTY: &str = "empty";
-/// Bytes of the empty file. The guest would not be told of a change from or to 0.
+/// Size of the empty file, bytes. The guest would not be notified of a change from or to 0.
 const EMPTY_BYTES: usize = disk_index::SECTOR;
 
 /// The slots of one VM.
@@ -44,10 +39,10 @@ pub struct Slots {
     taken: Vec<Option<Entry>>,
 }
 
-/// Why a disk gets no slot.
+/// The reason why a disk gets no slot.
 #[derive(Debug, thiserror::Error)]
 pub enum SlotError {
-    /// The VM has a disk of this name.
+    /// The VM already has a disk of this name.
     #[error("the VM has a disk with this serial")]
     Duplicate,
     /// All slots are taken.
@@ -55,12 +50,12 @@ pub enum SlotError {
         "the VM has {most} {kind} disks, the most that a VM of Firecracker can have: use fewer containers and volumes, or another VMM"
     )]
     Full {
-        /// Number of slots of the kind.
+        /// Number of slots of this kind.
         most: usize,
-        /// "read-only" or "writable".
+        /// The kind of slot: "read-only" or "writable".
         kind: &'static str,
     },
-    /// It has no content.
+    /// The disk has no content.
     #[error("the disk has {0} bytes, fewer than two sectors")]
     Small(u64),
     /// The index cannot be written.
@@ -69,7 +64,7 @@ pub enum SlotError {
 }
 
 impl Slots {
-    /// Creates the files of a VM that is about to start.
+    /// Creates the index and the empty file of a VM that is about to start.
     pub fn create(room: Arc<Room>) -> io::Result<Self> {
         room.write(EMPTY, &[0; EMPTY_BYTES], 0o666)?;
         let slots = Self { room, taken: vec![None; READ_ONLY + WRITABLE] };
@@ -77,7 +72,7 @@ impl Slots {
         Ok(slots)
     }
 
-    /// Reads the files of a VM that an earlier daemon started.
+    /// Reads the index of a VM that an earlier daemon started.
     pub fn found(room: Arc<Room>) -> io::Result<Self> {
         let index = room.read(".", INDEX, disk_index::BYTES as u64)?;
         let malformed = || io::Error::new(io::ErrorKind::InvalidData, "malformed index of disks");
@@ -102,9 +97,9 @@ impl Slots {
         [drive(INDEX.to_owned(), INDEX, true)].into_iter().chain(slots).collect()
     }
 
-    /// A slot keeps the limits of its last disk if the next has none: all disks of a pod have the same.
+    /// Enters `disk`, of `bytes` bytes, into a free slot. Returns the patch that points the slot's drive to it.
     ///
-    /// Enters `disk`, of `bytes` bytes, into a slot. Returns what points the slot's drive to it.
+    /// If a disk has no limits, its slot keeps those of the slot's last disk: all disks of a pod have the same limits.
     pub fn take(&mut self, disk: &DiskSpec, bytes: u64) -> Result<DrivePatch, SlotError> {
         let sectors = bytes / disk_index::SECTOR as u64;
         if sectors < 2 {
@@ -123,23 +118,23 @@ impl Slots {
             return Err(SlotError::Full { most, kind });
         };
         self.taken[slot] = Some(Entry { slot, sectors, serial: disk.serial.clone() });
-        // Before its drive is pointed to it: the guest is only told of that.
+        // The index comes before the patch of the drive: only the patch notifies the guest.
         self.store()?;
         let rate_limiter = RateLimiter::of(disk.limits);
         Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: shown(&disk.serial), rate_limiter })
     }
 
-    /// Returns the slot of a disk.
+    /// Returns the slot of the disk `serial`.
     pub fn of(&self, serial: &str) -> Option<usize> {
         self.taken.iter().flatten().find(|entry| entry.serial == serial).map(|entry| entry.slot)
     }
 
-    /// Returns what points the drive of `slot` to the empty file.
+    /// Returns the patch that points the drive of `slot` to the empty file.
     pub fn emptied(slot: usize) -> DrivePatch {
         DrivePatch { drive_id: drive_id(slot), path_on_host: Path::new(ROOM).join(EMPTY), rate_limiter: None }
     }
 
-    /// Removes the disk in `slot`, whose drive is pointed to the empty file.
+    /// Removes the disk in `slot`, whose drive already points to the empty file.
     pub fn free(&mut self, slot: usize) -> io::Result<()> {
         if let Some(taken) = self.taken.get_mut(slot) {
             *taken = None;
@@ -156,12 +151,7 @@ fn drive_id(slot: usize) -> String {
     format!("slot{slot}")
 }
 
-/// Returns the number of slots of each kind, for what a template depends on.
+/// Returns the number of slots of each kind, as an input of templates.
 pub fn layout() -> String {
     format!("{READ_ONLY} read-only slots, {WRITABLE} writable slots")
-}
-
-/// Returns the size of a file or block device.
-pub fn bytes_of(path: &Path) -> io::Result<u64> {
-    File::open(path)?.seek(SeekFrom::End(0))
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The VMM restores a copy from links to the sealed files, which it inherits. It maps the memory privately, so a copy
-//! shares with all others what it does not write.
+//! shares the pages that it does not write with all others.
 
 use std::{
     fs::File,
@@ -27,11 +27,11 @@ use super::{
 use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
 
 const STATE: &str = "state";
-/// Directory in its room to which the VMM writes the state.
+/// Directory in the VMM's room to which it writes the state.
 pub const FROZEN: &str = "frozen";
-/// Largest state that is kept, bytes.
+/// Maximum size of a state, bytes.
 const MAX_STATE: u64 = 8 << 20;
-/// Bytes of memory that are looked at together for zeroes.
+/// Size of the blocks of memory that are checked for zeroes, bytes.
 const BLOCK: usize = 64 << 10;
 
 /// Name of the restore in errors.
@@ -50,12 +50,12 @@ pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError
     make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
 }
 
-/// Returns what the VMM writes when it is frozen: the state to `dir`, the memory to its descriptor `memory`.
+/// Returns the request that freezes the VM: the state goes to `dir`, the memory to the VMM's descriptor `memory`.
 pub fn snapshot(dir: &Path, memory: RawFd) -> SnapshotCreate {
     SnapshotCreate { snapshot_path: dir.join(STATE), mem_file_path: inherited(memory) }
 }
 
-/// Returns what a VMM must inherit to restore a copy of `frozen`: the memory and the state.
+/// Returns the files that a VMM must inherit to restore a copy of `frozen`: the memory and the state.
 pub fn source(spec: &VmSpec, frozen: &Frozen) -> Result<[OwnedFd; 2], VmmError> {
     let own = |name| {
         frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
@@ -63,7 +63,7 @@ pub fn source(spec: &VmSpec, frozen: &Frozen) -> Result<[OwnedFd; 2], VmmError> 
     Ok([own(MEMORY)?, own(STATE)?])
 }
 
-/// Returns how a VMM that inherits `memory` and `state` restores the VM, with these taps.
+/// Returns the request by which a VMM that inherits `memory` and `state` restores the VM, with these taps.
 pub fn load([memory, state]: &[OwnedFd; 2], taps: &[String]) -> SnapshotLoad {
     let tap =
         |(nic, tap): (u8, &String)| NetworkOverride { iface_id: nic_id(nic), host_dev_name: tap.clone() };
@@ -77,8 +77,8 @@ pub fn load([memory, state]: &[OwnedFd; 2], taps: &[String]) -> SnapshotLoad {
     }
 }
 
-/// Moves the VMM's state from its `room` to `dir`. The memory is there already; its owner becomes root, so that the
-/// VMM's user cannot open it any more.
+/// Moves the VMM's state from its `room` to `dir`. The memory is already there; its owner becomes root, so that the
+/// VMM's user can no longer open it.
 pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     let state = room.read(FROZEN, STATE, MAX_STATE)?;
     File::options().write(true).create_new(true).mode(0o600).open(dir.join(STATE))?.write_all(&state)?;
@@ -87,8 +87,8 @@ pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     dig_holes(&File::options().read(true).write(true).open(memory)?)
 }
 
-/// Frees the blocks of `file` that hold only zeroes: the VMM writes all memory of the boot, most of which no guest has touched.
-/// Memory that the guest can get later is a hole already.
+/// Frees the blocks of `file` that hold only zeroes: the VMM writes all boot memory, most of which no guest has
+/// touched. Memory that the guest can get later is already a hole.
 fn dig_holes(file: &File) -> io::Result<()> {
     let mut block = vec![0; BLOCK];
     let mut at = 0;

@@ -9,23 +9,23 @@ use std::{fmt, path::Path};
 
 use crate::version::{VersionError, first_line};
 
-/// Its name, for people.
+/// Name of the VMM in messages.
 const VMM: &str = "Firecracker";
 /// The supported major version.
 const MAJOR: u32 = 1;
 /// The oldest and the newest supported minor version.
 pub const KNOWN: std::ops::RangeInclusive<u32> = 14..=16;
-/// Characters kept of a refusal.
+/// Maximum number of characters kept of a refusal.
 const REASON: usize = 400;
 
-/// A supported version.
+/// A supported version of Firecracker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     text: String,
 }
 
 impl Version {
-    /// Runs `program --version`.
+    /// Runs `program --version` and parses the output.
     pub async fn of(program: &Path) -> Result<Self, VersionError> {
         Self::parse(&first_line(program).await?, program.display().to_string())
     }
@@ -59,12 +59,12 @@ impl fmt::Display for Version {
     }
 }
 
-/// Returns the supported versions, for people.
+/// Returns the supported versions, for messages.
 pub fn known() -> String {
     format!("v{MAJOR}.{} to v{MAJOR}.{}", KNOWN.start(), KNOWN.end())
 }
 
-/// Returns why a call was refused: one line, bounded.
+/// Returns the reason of a refusal: one line, bounded.
 pub fn reason(answer: &[u8]) -> String {
     #[derive(serde::Deserialize)]
     struct Fault {

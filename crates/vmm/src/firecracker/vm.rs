@@ -16,7 +16,7 @@ use tokio::{sync::Mutex, time::Instant};
 
 use super::{
     api::Api,
-    slots::{self, SlotError, Slots},
+    slots::{SlotError, Slots},
     template,
     wire::{DrivePatch, MemoryRequest, Net, VmState},
 };
@@ -41,16 +41,17 @@ pub(super) struct FirecrackerVm {
     // Held across a call on purpose: the index and the drives change together.
     pub(super) slots: Arc<Mutex<Slots>>,
     pub(super) link: Link,
-    /// User id of the VMM.
+    /// User ID of the VMM.
     pub(super) user: u32,
-    /// The VMM's descriptor of the file for its memory, if it is to be frozen.
+    /// The VMM's descriptor of the file for the guest's memory, if the VM is to be frozen.
     pub(super) memory: Option<RawFd>,
     pub(super) call_timeout: Duration,
-    /// It may have been started with memory that it can get. The VMM logs each request that it refuses.
+    /// Whether the VM may have been started with memory that it can get later. The VMM logs each request that it
+    /// refuses.
     pub(super) may_grow: bool,
-    /// Its process is stopped: see [`FirecrackerVm::pause`].
+    /// Whether the process is stopped: see [`FirecrackerVm::pause`].
     pub(super) stopped: Arc<AtomicBool>,
-    /// When it can be frozen; see [`crate::frozen::FREEZABLE`].
+    /// Time from which the VM can be frozen; see [`crate::frozen::FREEZABLE`].
     pub(super) freezable: Instant,
 }
 
@@ -73,8 +74,9 @@ impl Vm for FirecrackerVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        let bytes = slots::bytes_of(&disk.path).map_err(path_error(pod, "attach", disk.path.clone()))?;
-        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        let name = disk.file.name();
+        let bytes = disk.file.bytes().map_err(path_error(pod, "attach", name.to_owned()))?;
+        let call = format!("attaching {} as disk {}", name.display(), disk.serial);
         let mut slots = self.slots.lock().await;
         let patch = slots.take(disk, bytes).map_err(|error| refused(pod, &call, error))?;
         let attached = self.point(&call, disk, &patch).await;
@@ -105,7 +107,7 @@ impl Vm for FirecrackerVm {
                 requested_mib: memory.requested_size_mib,
                 max_mib: memory.total_size_mib,
             })),
-            // The VM was started with a fixed size.
+            // The VM was started with a fixed memory size.
             Err(VmmError::Refused { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -128,8 +130,8 @@ impl Vm for FirecrackerVm {
         Ok(())
     }
 
-    /// Stops the process: a v1.16 that resumes a VM delivers nothing more to its vsock, since it waits for the guest to
-    /// acknowledge a reset that only a restored guest was told of.
+    /// Stops the VMM process instead of the CPUs. After v1.16 has resumed a VM, it delivers nothing to the VM's vsock,
+    /// because it waits for the guest to acknowledge a reset. Only a restored guest is notified of that reset.
     async fn pause(&self) -> Result<(), VmmError> {
         let Watched { pod, process, .. } = &self.watched;
         process.stop().map_err(process_error(pod, "stop", process.pid()))?;
@@ -142,7 +144,7 @@ impl Vm for FirecrackerVm {
         if self.stopped.swap(false, Ordering::AcqRel) {
             return process.go_on().map_err(process_error(pod, "continue", process.pid()));
         }
-        // It was restored.
+        // The process is not stopped, so the VM was restored.
         self.watched.answered("resuming the guest", self.api.set_state(VmState::Resumed)).await
     }
 
@@ -202,7 +204,7 @@ impl Vm for FirecrackerVm {
 }
 
 impl FirecrackerVm {
-    /// Points a slot's drive to `disk`, which the VMM can open meanwhile.
+    /// Points a slot's drive to `disk`, which the VMM can open during the call.
     async fn point(&self, call: &str, disk: &DiskSpec, patch: &DrivePatch) -> Result<(), VmmError> {
         let _shown = self.watched.show(call, self.user, std::slice::from_ref(disk)).await?;
         self.watched.answered(call, self.api.patch_drive(patch)).await
@@ -215,12 +217,12 @@ pub(super) fn refused(pod: &SandboxId, call: &str, error: SlotError) -> VmmError
     VmmError::Refused { pod, call, reason: sandboxer_base::chain(&error) }
 }
 
-/// Returns a network interface as the VMM's API describes it.
+/// Returns the API's description of a network interface.
 pub(super) fn nic(nic: u8, tap: &str) -> Net {
     Net { iface_id: nic_id(nic), guest_mac: first_mac_text(nic), host_dev_name: tap.to_owned() }
 }
 
-/// Returns the id of a network interface.
+/// Returns the ID of a network interface.
 pub(super) fn nic_id(nic: u8) -> String {
     format!("nic{nic}")
 }

@@ -1,7 +1,7 @@
-//! The types of Firecracker's API, the parts that are used here.
+//! The types of Firecracker's API that are used here.
 //!
-//! Names and meanings are those of its published description (OpenAPI, v1.16); fields that are left out have the
-//! defaults given there.
+//! Names and meanings follow its published description (OpenAPI, v1.16); fields that are left out have the defaults
+//! given there.
 
 use std::path::PathBuf;
 
@@ -9,125 +9,125 @@ use serde::{Deserialize, Serialize};
 
 use crate::rate::RateLimiter;
 
-/// `PUT /machine-config`.
+/// The body of `PUT /machine-config`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Machine {
-    /// Virtual CPUs.
+    /// Number of virtual CPUs.
     pub vcpu_count: u32,
-    /// Guest memory, MiB.
+    /// Size of the guest memory, MiB.
     pub mem_size_mib: u64,
 }
 
-/// `PUT /boot-source`.
+/// The body of `PUT /boot-source`.
 #[derive(Debug, Clone, Serialize)]
 pub struct BootSource {
-    /// ELF with a PVH note.
+    /// Path of the kernel, an ELF file with a PVH note.
     pub kernel_image_path: PathBuf,
-    /// Its initramfs.
+    /// Path of the initramfs.
     pub initrd_path: PathBuf,
-    /// Its command line.
+    /// The kernel command line.
     pub boot_args: String,
 }
 
-/// `PUT /drives/ID`.
+/// The body of `PUT /drives/ID`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Drive {
     /// Name of the drive.
     pub drive_id: String,
-    /// File or block device.
+    /// Path of a file or block device.
     pub path_on_host: PathBuf,
-    /// The kernel's root; none is.
+    /// Whether the drive is the kernel's root; none is.
     pub is_root_device: bool,
-    /// The guest cannot write to it.
+    /// Whether the guest cannot write to the drive.
     pub is_read_only: bool,
-    /// What a flush of the guest does.
+    /// Effect of a flush by the guest.
     pub cache_type: Cache,
 }
 
-/// What a flush of the guest does.
+/// The effect of a flush by the guest.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum Cache {
-    /// It writes the file to the host's storage.
+    /// A flush writes the file to the host's storage.
     Writeback,
 }
 
-/// `PATCH /drives/ID`.
+/// The body of `PATCH /drives/ID`.
 #[derive(Debug, Clone, Serialize)]
 pub struct DrivePatch {
     /// Name of the drive.
     pub drive_id: String,
-    /// Its file from now on.
+    /// Path of the drive's new file.
     pub path_on_host: PathBuf,
-    /// How fast it may be read and written from now on; `None`: as before.
+    /// New limits of reading and writing; `None`: as before.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rate_limiter: Option<RateLimiter>,
 }
 
-/// `PUT /vsock`: a hybrid vsock, see [`crate::vsock`].
+/// The body of `PUT /vsock`: a hybrid vsock, see [`crate::vsock`].
 #[derive(Debug, Clone, Serialize)]
 pub struct Vsock {
     /// The guest's address.
     pub guest_cid: u32,
-    /// The VMM listens here for connections to the guest.
+    /// Path of the socket on which the VMM listens for connections to the guest.
     pub uds_path: PathBuf,
 }
 
-/// `PUT /entropy`: a source of randomness with the defaults.
+/// The body of `PUT /entropy`: a source of randomness with the defaults.
 #[derive(Debug, Clone, Serialize)]
 pub struct Entropy {}
 
-/// `PUT /balloon`: a balloon, which takes memory from the guest; one of size 0 takes none.
+/// The body of `PUT /balloon`: a balloon, which takes memory from the guest. A balloon of size 0 takes none.
 #[derive(Debug, Clone, Serialize)]
 pub struct Balloon {
-    /// Its size, MiB.
+    /// Size of the balloon, MiB.
     pub amount_mib: u32,
-    /// It shrinks when the guest lacks memory.
+    /// Whether the balloon shrinks when the guest lacks memory.
     pub deflate_on_oom: bool,
-    /// The guest reports pages that it has freed, and the VMM drops them.
+    /// Whether the guest reports freed pages, which the VMM then drops.
     pub free_page_reporting: bool,
 }
 
-/// `PUT /hotplug/memory`: memory that the guest can get while it runs; at first it has none of it.
+/// The body of `PUT /hotplug/memory`: memory that the guest can get while it runs. At first the guest has none of it.
 #[derive(Debug, Clone, Serialize)]
 pub struct MemoryHotplug {
-    /// The most that it can get, MiB.
+    /// Maximum size, MiB.
     pub total_size_mib: u64,
-    /// What it plugs and unplugs at once, MiB.
+    /// Unit in which the guest plugs and unplugs memory, MiB.
     pub block_size_mib: u64,
-    /// What the VMM adds to the VM and takes from it at once, MiB.
+    /// Unit in which the VMM adds memory to the VM and removes it, MiB.
     pub slot_size_mib: u64,
 }
 
-/// `PATCH /hotplug/memory`.
+/// The body of `PATCH /hotplug/memory`.
 #[derive(Debug, Clone, Serialize)]
 pub struct MemoryRequest {
-    /// What the guest is to have, MiB.
+    /// Size that the guest is to have, MiB.
     pub requested_size_mib: u64,
 }
 
-/// Answer to `GET /hotplug/memory`.
+/// The response to `GET /hotplug/memory`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct MemoryStatus {
-    /// As in [`MemoryHotplug`].
+    /// The maximum in [`MemoryHotplug`], MiB.
     pub total_size_mib: u64,
-    /// What the guest has, MiB.
+    /// Size that the guest has, MiB.
     pub plugged_size_mib: u64,
-    /// As in [`MemoryRequest`].
+    /// The size of the last [`MemoryRequest`], MiB.
     pub requested_size_mib: u64,
 }
 
-/// `PUT /network-interfaces/ID`.
+/// The body of `PUT /network-interfaces/ID`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Net {
     /// Name of the interface.
     pub iface_id: String,
     /// The guest's address, as in `02:00:00:00:00:01`.
     pub guest_mac: String,
-    /// Its tap, in the VMM's network namespace.
+    /// Name of the interface's tap in the VMM's network namespace.
     pub host_dev_name: String,
 }
 
-/// `PUT /actions`.
+/// The body of `PUT /actions`.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(tag = "action_type")]
 pub enum Action {
@@ -135,7 +135,7 @@ pub enum Action {
     InstanceStart,
 }
 
-/// `PATCH /vm`.
+/// The body of `PATCH /vm`.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(tag = "state")]
 pub enum VmState {
@@ -145,32 +145,32 @@ pub enum VmState {
     Resumed,
 }
 
-/// `PUT /snapshot/create`.
+/// The body of `PUT /snapshot/create`.
 #[derive(Debug, Clone, Serialize)]
 pub struct SnapshotCreate {
-    /// File for the state of CPUs and devices.
+    /// Path of the file for the state of CPUs and devices.
     pub snapshot_path: PathBuf,
-    /// File for the memory.
+    /// Path of the file for the memory.
     pub mem_file_path: PathBuf,
 }
 
-/// `PUT /snapshot/load`.
+/// The body of `PUT /snapshot/load`.
 #[derive(Debug, Clone, Serialize)]
 pub struct SnapshotLoad {
-    /// File with the state.
+    /// Path of the file with the state.
     pub snapshot_path: PathBuf,
-    /// The memory.
+    /// Source of the memory.
     pub mem_backend: MemoryBackend,
-    /// Taps in place of those of the frozen VM.
+    /// Taps that replace those of the frozen VM.
     pub network_overrides: Vec<NetworkOverride>,
 }
 
 /// The source of a copy's memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct MemoryBackend {
-    /// Its kind.
+    /// Kind of the source.
     pub backend_type: Backend,
-    /// The file.
+    /// Path of the file.
     pub backend_path: PathBuf,
 }
 
@@ -181,32 +181,32 @@ pub enum Backend {
     File,
 }
 
-/// A tap in place of that of a frozen VM.
+/// A tap that replaces a tap of the frozen VM.
 #[derive(Debug, Clone, Serialize)]
 pub struct NetworkOverride {
     /// Name of the interface.
     pub iface_id: String,
-    /// Its tap.
+    /// Name of the new tap.
     pub host_dev_name: String,
 }
 
-/// Answer to `GET /`.
+/// The response to `GET /`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Instance {
-    /// Whether it runs.
+    /// State of the VM.
     pub state: InstanceState,
-    /// Such as "1.16.1".
+    /// Version of the VMM, such as "1.16.1".
     pub vmm_version: String,
 }
 
-/// Whether a VM runs.
+/// The state of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub enum InstanceState {
-    /// Not booted.
+    /// The VM has not been booted.
     #[serde(rename = "Not started")]
     NotStarted,
-    /// Its CPUs run.
+    /// The VM's CPUs run.
     Running,
-    /// Its CPUs are stopped.
+    /// The VM's CPUs are stopped.
     Paused,
 }

@@ -1,4 +1,4 @@
-//! The guest that KVM is measured with, in the machine code of x86-64.
+//! The guest that measures KVM, in x86-64 machine code.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +7,9 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
 use super::{KvmUnusable, MIN_EXITS_PER_SECOND};
 
-/// Rounds timed at most; the fastest counts, since the others may have shared their CPU.
+/// Maximum number of timed rounds. The fastest counts, because others may have shared their CPU.
 const ROUNDS: usize = 16;
-/// No further round starts after this time.
+/// Time after which no further round starts.
 const DEADLINE: Duration = Duration::from_millis(100);
 /// Instructions of one round of [`CODE`]'s loop.
 const ROUND: f64 = 8.0 * 1000.0;
@@ -21,10 +21,10 @@ const PDPT_AT: usize = 0x4000;
 const PD_AT: usize = 0x5000;
 const STACK_TOP: usize = 0x8000;
 const PAGE: usize = 0x1000;
-/// Entry of the second part of [`CODE`].
+/// Address of the second part of [`CODE`].
 const NEEDS_AT: usize = CODE_AT + 0xb0;
 
-/// The guest, entered in real mode at [`CODE_AT`].
+/// Code of the guest, entered in real mode at [`CODE_AT`].
 #[rustfmt::skip]
 const CODE: [u8; 0xcd] = [
     0xfa,                                           // cli
@@ -74,7 +74,7 @@ const CODE: [u8; 0xcd] = [
 #[repr(C, align(4096))]
 struct Page([u8; PAGE]);
 
-/// Runs the guest. Returns its instructions per second.
+/// Runs the guest. Returns the instructions per second.
 pub fn measure(kvm: &Kvm) -> Result<f64, KvmUnusable> {
     let setup = |action| move |error: kvm_ioctls::Error| KvmUnusable::Setup { action, source: error.into() };
     // Declared before the VM, hence dropped after it.
@@ -87,8 +87,8 @@ pub fn measure(kvm: &Kvm) -> Result<f64, KvmUnusable> {
         memory_size: size_of_val(&*memory) as u64,
         userspace_addr: memory.as_mut_ptr() as u64,
     };
-    // SAFETY: the region is page-aligned and as long as `memory`, which outlives `vm` and `vcpu` and is not
-    // read meanwhile.
+    // SAFETY: the region is page-aligned and as long as `memory`, which outlives `vm` and `vcpu` and is not read
+    // meanwhile.
     unsafe { vm.set_user_memory_region(region) }.map_err(setup("give a VM memory"))?;
     let mut vcpu = vm.create_vcpu(0).map_err(setup("create a vCPU"))?;
     let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(setup("list CPU features"))?;
@@ -143,13 +143,14 @@ fn judge(vcpu: &mut VcpuFd) -> Result<f64, KvmUnusable> {
     if rate < MIN_EXITS_PER_SECOND { Err(KvmUnusable::Slow { rate }) } else { Ok(rate) }
 }
 
-/// Runs the guest to its next halt.
+/// Runs the guest until it halts.
 fn run(vcpu: &mut VcpuFd, rate: f64) -> Result<(), KvmUnusable> {
     loop {
         return match vcpu.run() {
             Ok(VcpuExit::Hlt) => Ok(()),
             Ok(other) => Err(KvmUnusable::Fault { rate, exit: format!("{other:?}") }),
-            // A signal to this process, such as the end of a child; the guest continues where it was.
+            // A signal to this process, such as the end of a child, interrupted the guest, which continues where it
+            // was.
             Err(error) if error.errno() == libc::EINTR => continue,
             Err(error) => Err(KvmUnusable::Setup { action: "run a guest", source: error.into() }),
         };

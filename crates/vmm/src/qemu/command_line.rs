@@ -1,12 +1,11 @@
 //! QEMU's arguments for a VM.
 //!
-//! The VM is `microvm` with virtio-mmio devices only; why, and what each choice below was
-//! measured to save, is in docs/decisions/0001-machine-type.md.
+//! The VM is `microvm` with virtio-mmio devices only. docs/decisions/0001-machine-type.md explains why, and lists the
+//! measured saving of each choice below.
 
 use std::{
     ffi::{OsStr, OsString},
-    fs,
-    os::{fd::RawFd, unix::fs::FileTypeExt},
+    os::fd::RawFd,
 };
 
 use sandboxer_protocol::{
@@ -25,37 +24,37 @@ use super::{
     slots,
 };
 
-/// How the guest's CPUs are run.
+/// How the guest's CPUs are executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Execution {
-    /// On the hardware.
+    /// Execution on the hardware.
     Kvm,
-    /// Emulated, on a host whose time stamp counter runs at `tsc_khz`.
+    /// Emulation, on a host whose time stamp counter runs at `tsc_khz`.
     Tcg {
-        /// kHz.
+        /// Frequency of the host's time stamp counter, kHz.
         tsc_khz: u64,
     },
 }
 
-/// Descriptor numbers of the listening sockets, the taps and the disks that QEMU inherits.
+/// Numbers of the descriptors that QEMU inherits: listening sockets, taps and disks.
 #[derive(Debug, Clone, Default)]
 pub struct Sockets {
-    /// For QMP.
+    /// Descriptor of the listening socket for QMP.
     pub control: RawFd,
-    /// The agent's port.
+    /// Descriptor of the listening socket of the agent's port.
     pub agent: RawFd,
-    /// The serial console.
+    /// Descriptor of the listening socket of the serial console.
     pub console: RawFd,
-    /// One for each network interface.
+    /// Descriptors of taps, one for each network interface.
     pub taps: Vec<RawFd>,
-    /// One of `/dev/vhost-net` for each network interface; none: QEMU carries the packets.
+    /// Descriptors of `/dev/vhost-net`, one for each network interface; empty: QEMU carries the packets.
     pub vhosts: Vec<RawFd>,
-    /// One for each disk it boots with.
+    /// Descriptors of disks, one for each disk that the VM boots with.
     pub disks: Vec<RawFd>,
 }
 
-/// Returns the number of the descriptor set that holds the disk `serial`, if the VM begins with it: a hash above those that QEMU
-/// chooses itself, so that a later daemon knows it, too.
+/// Returns the number of the descriptor set of the disk `serial`, if the VM begins with it. The number is a hash,
+/// above those that QEMU chooses itself, so that a later daemon can compute it, too.
 pub fn set_of(serial: &str) -> u64 {
     const FIRST: u64 = 1000;
     if let Some(slot) = slots::of(serial) {
@@ -68,54 +67,56 @@ pub fn set_of(serial: &str) -> u64 {
     FIRST + u64::from(hash >> 1)
 }
 
-/// The controllers of disks: one for those that a guest only reads, one for the others.
+/// The controller of the disks that a guest only reads; [`WRITABLE_DISKS`] is the controller of the others.
 ///
-/// When a second disk comes to a controller, Linux makes the two share its queue. For that it waits for the users of the first
-/// disk's queue: three ticks of an idle guest, 10 of the 24 ms of a `container_create`. A container has an image and a disk for
-/// its writes; so the first container's disks do not meet.
+/// When a controller gets a second disk, Linux makes the two share its queue. For that it waits for the users of the
+/// first disk's queue: three ticks of an idle guest, 10 of the 24 ms of a `container_create`. A container has an image
+/// and a disk for its writes, so the first container's two disks are on different controllers.
 pub const READ_ONLY_DISKS: &str = "scsi0";
-/// See [`READ_ONLY_DISKS`].
+/// The controller of the disks that a guest writes. See [`READ_ONLY_DISKS`].
 pub const WRITABLE_DISKS: &str = "scsi1";
 
-/// What a guest's kernel asks a disk of QEMU's when it finds it; the word of a kernel command line. Each question is an exit to
-/// QEMU, of some 0.15 ms on KVM. The kernel reads a page of the disk's data at once (0x2000), and not the list of pages and the page's length
-/// before. It asks once for the disk's name (0x400), and not which commands the disk knows (0x20000000). The last flag (0x10000000) is the
-/// driver's own, which would be lost.
+/// A word of the kernel command line that reduces the commands by which the guest probes a QEMU disk. Each command is
+/// an exit to QEMU, of about 0.15 ms on KVM. The kernel reads a page of the disk's data at once (0x2000) instead of
+/// the list of pages and the page's length first. It requests the disk's name only once (0x400) and does not query
+/// which commands the disk supports (0x20000000). The last flag (0x10000000) is the driver's own default, which would
+/// be lost otherwise.
 const FEW_QUESTIONS: &str = r#"scsi_mod.dev_flags="QEMU:QEMU HARDDISK:0x30002400""#;
 
-/// Arguments that turn on QEMU's own filter of system calls. QEMU runs a hostile guest and needs none of these calls. Costs
-/// under 5 % of the boot.
+/// Arguments that turn on QEMU's own filter of system calls. QEMU runs a hostile guest and needs none of these calls.
+/// The filter costs under 5 % of the boot.
 pub const FILTER: [&str; 2] =
     ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
 
-/// The device by which a guest reports pages that it has freed; QEMU gives them back to the host.
+/// The device by which a guest reports freed pages, which QEMU returns to the host.
 ///
-/// In a copy of a template such a page has the template's content again, not zeroes. A kernel that relies on zeroes has to
-/// say so to the device (`init_on_free`); without `page-poison` it cannot, and then reports no pages.
+/// In a copy of a template, such a page has the template's content again, not zeroes. A kernel that relies on zeroes
+/// has to report that to the device (`init_on_free`). Without `page-poison` it cannot, and then it reports no pages.
 const BALLOON: &str = "virtio-balloon-device,id=balloon0,free-page-reporting=on,page-poison=off";
 
-/// What comes before the number of a file of `/dev/vhost-net`.
+/// The part of a network argument before the number of a `/dev/vhost-net` descriptor.
 pub const VHOST: &str = ",vhost=on,vhostfd=";
 
 /// What the guest does when QEMU starts.
 #[derive(Debug, Clone, Copy)]
 pub enum Begin {
-    /// Boots.
+    /// The guest boots.
     Boot {
-        /// Descriptor number of its memory file, which QEMU inherits; `None`: private memory.
+        /// Number of the inherited descriptor of the VM's memory file; `None`: private memory.
         memory: Option<RawFd>,
     },
-    /// Waits for the state of a frozen VM.
+    /// The guest waits for the state of a frozen VM.
     Restore {
-        /// Descriptor number of that VM's memory file, which QEMU inherits.
+        /// Number of the inherited descriptor of the frozen VM's memory file.
         memory: RawFd,
     },
 }
 
-/// Returns the arguments that define a VM of `spec`, with nothing of one pod. `vhost`: the host's kernel carries its packets.
+/// Returns the arguments that define a VM of `spec`, without anything specific to one pod. `vhost`: the host's kernel
+/// carries the VM's packets.
 ///
-/// The frequency of the time stamp counter is left out: each daemon measures it, with slightly different
-/// results, and it follows from the model of the host's processor.
+/// The frequency of the time stamp counter is left out: each daemon measures a slightly different value, and the
+/// frequency follows from the model of the host's processor.
 pub fn vm(spec: &VmSpec, execution: Execution, vhost: bool) -> Vec<String> {
     let execution = match execution {
         Execution::Kvm => Execution::Kvm,
@@ -131,7 +132,7 @@ pub fn vm(spec: &VmSpec, execution: Execution, vhost: bool) -> Vec<String> {
     };
     let begin = Begin::Boot { memory: Some(0) };
     let mut arguments = arguments(&spec.without_pod(), execution, &sockets, begin);
-    // The name comes first, and is specific to the pod.
+    // The name comes first and is specific to the pod.
     arguments.drain(..2);
     arguments.into_iter().map(|argument| argument.to_string_lossy().into_owned()).collect()
 }
@@ -148,14 +149,14 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
             let kernel_line = kernel_line(spec, execution);
             line.add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &kernel_line]);
         }
-        // The kernel is in the memory already. Not loading it again saves 10 of 48 ms.
+        // The kernel is already in the memory. Not loading it again saves 10 of 48 ms.
         Begin::Restore { .. } => line.add(&[&"-S", &"-incoming", &"defer"]),
     }
     line.add_devices(spec, sockets);
     line.0
 }
 
-/// Arguments in the order in which QEMU gets them.
+/// QEMU's arguments, in order.
 #[derive(Default)]
 struct CommandLine(Vec<OsString>);
 
@@ -166,13 +167,13 @@ impl CommandLine {
 
     /// Adds the board, and the memory file of `begin`.
     fn add_board(&mut self, spec: &VmSpec, execution: Execution, begin: Begin) {
-        // Neither PIT nor PIC: the kernel gets its clock's frequency and needs no ticks to measure it.
-        // The RTC stays: without it a kernel probes for one second.
+        // Neither PIT nor PIC: the kernel gets its clock's frequency and needs no ticks to measure it. The RTC stays,
+        // because a kernel without one probes for it for one second.
         let mut board = "microvm,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on".to_owned();
         board += if has_acpi(spec, execution) {
             ",acpi=on,auto-kernel-cmdline=off"
         } else {
-            // QEMU tells the kernel where the virtio devices are.
+            // QEMU passes the places of the virtio devices to the kernel.
             ",acpi=off,auto-kernel-cmdline=on,ioapic2=off"
         };
         let memory_in = |file: RawFd, share: &str| {
@@ -181,12 +182,13 @@ impl CommandLine {
         };
         let memory = match begin {
             Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
-            // Each write copies the page, for this VM only. Aligned, the template's huge pages are mapped as such.
+            // Each write copies the page, for this VM only. Alignment lets the template's huge pages be mapped as
+            // such.
             Begin::Restore { memory } => Some(memory_in(memory, "off") + ",align=2M"),
         };
         if let Some(memory) = &memory {
             self.add(&[&"-object", memory]);
-            // Said here, and not in QMP, which takes longer: it is migrated with events, and without announcements for a network
+            // Set here because QMP takes longer. The migration has events, and makes no announcements for a network
             // interface that is not the pod's yet.
             self.add(&[&"-global", &"migration.x-events=on", &"-global", &"migration.announce-rounds=0"]);
             board += ",memory-backend=memory0";
@@ -204,8 +206,8 @@ impl CommandLine {
             // A code buffer smaller than QEMU's default boots sooner, but costs time right afterwards.
             //
             // To an emulator a string instruction is a loop over bytes. Without `erms` the guest clears, copies and
-            // fills eight bytes or a vector at a time instead: of the 18.0 million instructions from a
-            // container's creation to its first output, 2.0 million were single bytes.
+            // fills eight bytes or a vector at a time instead. Of the 18.0 million instructions from a container's
+            // creation to its first output, 2.0 million were single bytes.
             //
             // QEMU up to version 8.0 drops the guest's memory barriers if there can be only one processor, although
             // devices read the guest's queues at the same time (fixed in 8.1: "Do not elide memory barriers for
@@ -228,7 +230,7 @@ impl CommandLine {
             &"chardev=control,mode=control",
         ]);
         self.add(&[&"-chardev", &socket("console", sockets.console), &"-serial", &"chardev:console"]);
-        // Two ports, the first being reserved for a console: queues for 31 ports cost the guest 4.5 MB.
+        // Two ports, the first of which is reserved for a console: queues for 31 ports cost the guest 4.5 MB.
         self.add(&[&"-device", &"virtio-serial-device,id=serial0,max_ports=2"]);
         self.add(&[&"-chardev", &socket("agent", sockets.agent)]);
         self.add(&[
@@ -238,7 +240,7 @@ impl CommandLine {
         for controller in [READ_ONLY_DISKS, WRITABLE_DISKS] {
             self.add(&[&"-device", &format!("virtio-scsi-device,id={controller}")]);
         }
-        // A huge page that the guest has reported in parts could be dropped as a whole, and with it its reservation.
+        // A huge page that the guest has reported in parts could be dropped as a whole, together with its reservation.
         if !spec.huge_pages {
             self.add(&[&"-device", &BALLOON]);
         }
@@ -287,20 +289,22 @@ fn is_in_slot(spec: &VmSpec, disk: &DiskSpec) -> bool {
     has_slots(spec) && slots::of(&disk.serial).is_some()
 }
 
-/// Returns whether KVM can have the interrupt controller: it has no second one, and the first has lines for eight virtio
-/// devices.
+/// Returns whether KVM can provide the interrupt controller: it has no second one, and its only one has lines for
+/// eight virtio devices.
 ///
-/// QEMU's own one passes each change of a line to KVM as a table of all lines, and KVM waits for its readers each time: 22 of
-/// the 330 virtual ms of a boot, and an exit to QEMU for each interrupt's end.
+/// QEMU's own controller passes each change of a line to KVM as a table of all lines, and KVM waits for the table's
+/// readers each time. That takes 22 of the 330 virtual ms of a boot, and the end of each interrupt is an exit to QEMU.
 fn interrupts_in_kernel(spec: &VmSpec) -> bool {
     const LINES: u8 = 8;
-    /// The agent's port, the disks' controllers and the balloon. A VM has slots only if there are lines left.
+    /// Number of other devices: the agent's port, the disks' controllers and the balloon. A VM has slots only if there
+    /// are lines left.
     const OTHERS: u8 = 4;
     spec.nics <= LINES - OTHERS
 }
 
-/// Returns whether the guest finds its devices by ACPI. Without it, QEMU makes no tables and the guest reads none: the firmware's table of processors
-/// and interrupts is enough for as many lines as KVM's first interrupt controller has. An emulated guest without it did not get to its init.
+/// Returns whether the guest finds its devices by ACPI. Without ACPI, QEMU makes no tables and the guest reads none:
+/// the firmware's table of processors and interrupts suffices for the lines of KVM's first interrupt controller. An
+/// emulated guest without ACPI did not get to its init.
 fn has_acpi(spec: &VmSpec, execution: Execution) -> bool {
     !(matches!(execution, Execution::Kvm) && interrupts_in_kernel(spec))
 }
@@ -313,16 +317,16 @@ fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
         line += " acpi=off";
     }
     if let Execution::Tcg { tsc_khz } = execution {
-        // Without the frequency a guest times its TSC against the emulated PIT. This fails as soon as the host is
-        // busy, and the guest then never has a usable clock.
+        // Without the frequency a guest times its TSC against the emulated PIT. On a busy host this fails, and the
+        // guest then never has a usable clock.
         line += &format!(" tsc=reliable tsc_early_khz={tsc_khz} nr_cpus={}", spec.vcpus);
-        // The guest's own code never runs on the processor, so its mitigations against speculation only take
-        // time: 9 of the 110 ms of a container_create.
+        // The guest's own code never runs on the processor, so mitigations against speculation only take time: 9 of
+        // the 110 ms of a container_create.
         line += " mitigations=off";
     }
     if spec.disks.iter().all(|disk| is_in_slot(spec, disk)) {
-        // There are no disks to find: not scanning 256 targets saves 13 % of the boot's CPU time and 6 MB. Disks
-        // attached later arrive by event.
+        // There are no disks to find: not scanning 256 targets saves 13 % of the boot's CPU time and 6 MB. Disks that
+        // are attached later arrive by event.
         line += " scsi_mod.scan=manual";
     }
     format!("{line} {}", spec.boot)
@@ -338,11 +342,10 @@ pub fn node_name(serial: &str) -> String {
     slots::of(serial).map_or_else(|| format!("node-{serial}"), |slot| slot.image.to_owned())
 }
 
-/// Returns a disk's image, which is open in QEMU's descriptor set `set`.
+/// Returns the image of a disk that is open in QEMU's descriptor set `set`.
 pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
-    let is_device = fs::metadata(&disk.path).is_ok_and(|meta| meta.file_type().is_block_device());
     BlockNode {
-        driver: if is_device { "host_device" } else { "file" },
+        driver: if disk.file.is_device() { "host_device" } else { "file" },
         node_name: node_name(&disk.serial),
         filename: format!("/dev/fdset/{set}"),
         read_only: disk.read_only,
@@ -350,7 +353,7 @@ pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     }
 }
 
-/// Returns the disk that carries the guest's file requests; QEMU has its server's socket open as `number`.
+/// Returns the disk that carries the guest's file requests. QEMU has the server's socket open as descriptor `number`.
 pub fn shares_node(number: u64) -> NbdNode {
     NbdNode {
         driver: "nbd",
@@ -364,8 +367,8 @@ pub fn controller(disk: &DiskSpec) -> &'static str {
     if disk.read_only { READ_ONLY_DISKS } else { WRITABLE_DISKS }
 }
 
-/// Returns a disk's device. Its LUN is 1: a guest with manual scan ignores LUN 0. Write errors of the
-/// host, such as a full file system, are reported to the guest, as read errors are; QEMU would pause it by default.
+/// Returns a disk's device. Its LUN is 1, because a guest with manual scan ignores LUN 0. Write errors of the host,
+/// such as a full file system, are reported to the guest, as read errors are; by default QEMU would pause the guest.
 pub fn disk_device(serial: &str, controller: &str) -> Value {
     json!({
         "driver": "scsi-hd",
@@ -383,7 +386,7 @@ fn bus(controller: &str) -> String {
     format!("{controller}.0")
 }
 
-/// Returns whether QEMU refused a device because its VM, which an earlier daemon started, lacks the controller.
+/// Returns whether QEMU refused a device because the VM, which an earlier daemon started, lacks the controller.
 pub fn lacks_controller(reason: &str, controller: &str) -> bool {
     reason == format!("Bus '{}' not found", bus(controller))
 }
@@ -391,7 +394,7 @@ pub fn lacks_controller(reason: &str, controller: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{DiskLimits, SPARE, spec::tests::spec};
+    use crate::{DiskFile, DiskLimits, SPARE, spec::tests::spec};
 
     #[test]
     fn memory_in_huge_pages_is_in_a_file_and_none_of_it_is_dropped() {
@@ -418,7 +421,8 @@ mod tests {
             let words = arguments(&spec, execution, &sockets, Begin::Boot { memory: None });
             words.join(OsStr::new(" ")).into_string().unwrap()
         };
-        // More network interfaces than lines of KVM's first interrupt controller: those of the second one are in ACPI's tables only.
+        // More network interfaces than lines of KVM's first interrupt controller: only ACPI's tables contain the lines
+        // of the second one.
         for (line, acpi) in [
             (line(Execution::Kvm, 4), false),
             (line(Execution::Kvm, 5), true),
@@ -434,7 +438,7 @@ mod tests {
     fn slots_take_no_line_from_the_network_and_hold_the_disks_that_are_there_at_first() {
         let spare = DiskSpec {
             serial: SPARE.into(),
-            path: "/spare".into(),
+            file: DiskFile::new(tempfile::tempfile().unwrap(), "/spare".into()).unwrap(),
             read_only: false,
             limits: DiskLimits::default(),
         };
@@ -478,7 +482,7 @@ mod tests {
         assert_eq!(with(true), with(true));
     }
 
-    /// In QEMU's words.
+    /// A refusal in QEMU's words is recognized.
     #[test]
     fn a_vm_of_an_earlier_daemon_is_told_by_the_controller_that_it_lacks() {
         assert!(lacks_controller("Bus 'scsi1.0' not found", WRITABLE_DISKS));

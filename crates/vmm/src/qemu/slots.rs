@@ -1,4 +1,4 @@
-//! Disks that the guest has from its boot on, and that get their content later: slots.
+//! Slots: disks that the guest has from its boot on, and whose content is attached later.
 //!
 //! ```text
 //! null-co ─┐
@@ -6,34 +6,36 @@
 //! file    ─┘
 //! ```
 //!
-//! A container's disk that is plugged in costs the guest 21 SCSI commands, of some 0.2 ms each on KVM. A slot's device was found at the
-//! boot; attaching a disk to it changes what QEMU reads.
+//! Hotplugging a container's disk costs the guest 21 SCSI commands, of about 0.2 ms each on KVM. The guest finds a
+//! slot's device when it boots; attaching a disk to the slot changes what QEMU reads.
 
 use serde_json::{Value, json};
 
 use crate::{DiskSpec, FIRST_IMAGE, SPARE, qmp::TopNode};
 
-/// Most network interfaces of a VM with slots: each device needs one of the eight lines of KVM's first interrupt controller.
+/// Maximum number of network interfaces of a VM with slots: each device needs one of the eight lines of KVM's first
+/// interrupt controller.
 pub const MOST_NICS: u8 = 2;
 
-/// Size of an empty slot, bytes: that of the largest disk. The guest is not told of a disk's size. What reads or writes beyond the
-/// disk's end gets an error.
+/// Size of an empty slot, bytes: the size of the largest disk. The guest is not notified of a disk's size. Reads and
+/// writes beyond the disk's end fail.
 const EMPTY_BYTES: u64 = 64 << 40;
 
-/// A slot.
+/// A slot of a VM.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Slot {
-    /// Serial of its disk.
+    /// Serial of the slot's disk.
     serial: &'static str,
-    /// The guest can only read it.
+    /// Whether the guest can only read the slot.
     read_only: bool,
-    /// Name of what its device sees. Names are short because QEMU reads its control socket byte by byte.
+    /// Name of the node that the slot's device sees. Names are short because QEMU reads its control socket byte by
+    /// byte.
     top: &'static str,
-    /// Name of its content while it is empty.
+    /// Name of the slot's content while it is empty.
     empty: &'static str,
-    /// Name of its disk's image.
+    /// Name of the image of the slot's disk.
     pub image: &'static str,
-    /// QEMU's descriptor set for its disk's file: not among the first, which QEMU gives away itself.
+    /// Number of QEMU's descriptor set for the disk's file; not among the first, which QEMU assigns itself.
     pub set: u64,
 }
 
@@ -43,18 +45,18 @@ pub const ALL: [Slot; 2] = [
     Slot { serial: SPARE, read_only: false, top: "t9", empty: "e9", image: "f9", set: 9 },
 ];
 
-/// Returns the slot of the disk with `serial`.
+/// Returns the slot of the disk `serial`.
 pub fn of(serial: &str) -> Option<&'static Slot> {
     ALL.iter().find(|slot| slot.serial == serial)
 }
 
 impl Slot {
-    /// Returns what the device sees when the slot has a disk.
+    /// Returns the node that the device sees while the slot has a disk.
     pub fn filled(&self) -> TopNode {
         self.with(self.image)
     }
 
-    /// Returns what the device sees when the slot is empty.
+    /// Returns the node that the device sees while the slot is empty.
     pub fn emptied(&self) -> TopNode {
         self.with(self.empty)
     }
@@ -69,7 +71,7 @@ impl Slot {
         }
     }
 
-    /// Returns the content of the slot while it is empty: zeroes. What is written there is gone.
+    /// Returns the content of the slot while it is empty: zeroes, and writes are lost.
     pub fn empty_node(&self) -> Value {
         json!({
             "driver": "null-co",
@@ -85,18 +87,18 @@ impl Slot {
         if disks.iter().any(|disk| disk.serial == self.serial) { self.filled() } else { self.emptied() }
     }
 
-    /// Returns the slot's device. Errors are reported to the guest, as for other disks.
+    /// Returns the slot's device, which reports errors to the guest, like other disks.
     pub fn device(&self, id: &str) -> String {
         format!("virtio-blk-device,id={id},drive={},serial={},werror=report", self.top, self.serial)
     }
 
-    /// Returns the serial of its disk.
+    /// Returns the serial of the slot's disk.
     pub fn serial(&self) -> &'static str {
         self.serial
     }
 
-    /// Returns whether QEMU refused to change the slot because its VM has none: it has many network interfaces, or an earlier daemon
-    /// started it.
+    /// Returns whether QEMU refused to change the slot because the VM has none: it has many network interfaces, or an
+    /// earlier daemon started it.
     pub fn is_missing(&self, reason: &str) -> bool {
         reason.contains(&format!("node-name='{}'", self.top))
     }

@@ -2,23 +2,24 @@
 
 use std::{path::Path, process::Stdio, time::Duration};
 
-/// Longest wait for `--version`.
+/// Time limit of `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What QEMU tells about itself.
+/// The information that QEMU reports about itself.
 #[derive(Debug)]
 pub struct Version {
-    /// For people.
+    /// The version, for messages.
     pub text: String,
-    /// It has a filter of system calls (`-sandbox`): it was built with libseccomp.
+    /// Whether QEMU has a filter of system calls (`-sandbox`), because it was built with libseccomp.
     pub filter: bool,
 }
 
-/// Returns what QEMU tells. If QEMU cannot be run, that is no error here: each boot will report it.
+/// Returns what QEMU reports. A QEMU that cannot be run is no error here: each boot will report it.
 pub async fn read(program: &Path) -> Version {
     let (text, with_filter) =
         tokio::join!(run(program, &["--version"]), run(program, &["-sandbox", "off", "--version"]));
-    // A QEMU that does not answer may have one: it is asked for, and a start says if it is missing.
+    // A QEMU that does not respond may have a filter. It is requested, and a start fails with a message if it is
+    // missing.
     let filter = !matches!(with_filter, Ok(None));
     let text = match text {
         Ok(Some(said)) => {
@@ -31,7 +32,8 @@ pub async fn read(program: &Path) -> Version {
     Version { text, filter }
 }
 
-/// Returns the output of a run that succeeded, `None` for one that failed, and why it did not run.
+/// Returns the output of a run that succeeded, `None` for a run that failed, or the reason why the program did not
+/// run.
 async fn run(program: &Path, arguments: &[&str]) -> Result<Option<String>, String> {
     let output = tokio::process::Command::new(program)
         .args(arguments)

@@ -1,6 +1,6 @@
-//! The host's kernel carries packets between taps and guests (vhost-net), in place of QEMU.
+//! vhost-net: the host's kernel, instead of QEMU, carries packets between taps and guests.
 //!
-//! A jailed QEMU cannot open the device. It inherits one open file for each network interface.
+//! A jailed QEMU cannot open the device, so it inherits one open file for each network interface.
 
 use std::{
     fs, io,
@@ -18,16 +18,16 @@ use crate::{VmmError, run_dir::path_error};
 
 const DEVICE: &str = "/dev/vhost-net";
 
-/// Returns whether VMs are to use it.
+/// Returns whether VMs are to use vhost-net.
 pub fn is_wanted(config: VhostNet, execution: Execution) -> bool {
     match (config, execution) {
-        // Without KVM the kernel does not learn that a guest has packets for it.
+        // Without KVM the kernel is not notified that a guest has packets to send.
         (VhostNet::Off, _) | (VhostNet::Auto, Execution::Tcg { .. }) => false,
         (VhostNet::Auto, Execution::Kvm) => open_one().is_ok(),
     }
 }
 
-/// Opens it for each of the pod's `nics` network interfaces.
+/// Opens `/dev/vhost-net` for each of the pod's `nics` network interfaces.
 pub fn open(pod: &SandboxId, nics: usize) -> Result<Vec<OwnedFd>, VmmError> {
     let opened = (0..nics).map(|_| open_one()).collect::<io::Result<_>>();
     opened.map_err(path_error(pod, "open", PathBuf::from(DEVICE)))
@@ -37,29 +37,29 @@ fn open_one() -> io::Result<OwnedFd> {
     fs::File::options().read(true).write(true).open(Path::new(DEVICE)).map(OwnedFd::from)
 }
 
-/// The kernel's threads that carry the packets of one VM.
+/// The kernel threads that carry the packets of one VM.
 #[derive(Debug)]
 pub struct Packets {
-    /// Process id of its QEMU.
+    /// Process ID of the VM's QEMU.
     pid: u32,
-    /// How many there are; 0: QEMU carries them.
+    /// Number of threads; 0: QEMU carries the packets.
     count: usize,
     found: OnceLock<Carriers>,
 }
 
 impl Packets {
-    /// Returns the `count` threads of the QEMU with this process id.
+    /// Returns the `count` threads of the QEMU with this process ID.
     pub fn new(pid: u32, count: usize) -> Arc<Self> {
         Arc::new(Self { pid, count, found: OnceLock::new() })
     }
 
-    /// Returns those of a QEMU that an earlier daemon started.
+    /// Returns the threads of a QEMU that an earlier daemon started.
     pub fn of_running(pid: u32) -> Arc<Self> {
         let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         Self::new(pid, String::from_utf8_lossy(&arguments).matches(VHOST).count())
     }
 
-    /// Finds them. Blocks when it is called first.
+    /// Finds the threads. The first call blocks.
     pub fn carriers(&self) -> &Carriers {
         self.found.get_or_init(|| {
             let found = match self.count {
@@ -73,7 +73,7 @@ impl Packets {
         })
     }
 
-    /// Prepares them, in parallel with the VM's start.
+    /// Finds and configures the threads, in parallel with the VM's start.
     pub fn prepare(self: &Arc<Self>) {
         if self.count == 0 {
             return;

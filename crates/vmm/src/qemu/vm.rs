@@ -27,9 +27,9 @@ use crate::{
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
-/// Socket of the process that serves the guest's shares.
+/// Name of the socket of the process that serves the guest's shares.
 pub(super) const SHARES: &str = "shares.sock";
-/// State of a frozen VM's devices.
+/// Name of the file with the state of a frozen VM's devices.
 pub(super) const STATE: &str = "state";
 
 /// A VM run by QEMU. Clones refer to the same VM.
@@ -41,21 +41,21 @@ pub(super) struct QemuVm {
     pub(super) captures: Arc<Captures>,
     pub(super) packets: Arc<Packets>,
     pub(super) call_timeout: Duration,
-    /// A duplicate of the last agent stream: QEMU accepts the next one only once this is dead.
+    /// A duplicate of the last agent stream. QEMU accepts the next one only once this is dead.
     pub(super) agent: Arc<Mutex<Option<OwnedFd>>>,
-    /// When it can be frozen, see [`FREEZABLE`](crate::FREEZABLE); `None`: at any time.
+    /// Time from which the VM can be frozen, see [`FREEZABLE`](crate::FREEZABLE); `None`: at any time.
     pub(super) freezable: Option<Instant>,
 }
 
 impl QemuVm {
-    /// Loads the state of a frozen VM from a file that QEMU inherited under this number.
+    /// Loads the state of a frozen VM from a file that QEMU inherited as descriptor `state`.
     pub(super) async fn load(&self, state: RawFd) -> Result<(), VmmError> {
         self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
     }
 
-    /// Plugs in a disk.
+    /// Hotplugs a disk.
     ///
-    /// QEMU gets the commands at once. It does one after the other, and between them does not wait for the daemon.
+    /// QEMU gets the commands together. It executes one after the other without waiting for the daemon in between.
     async fn plug(&self, disk: &DiskSpec, file: OwnedFd) -> Result<(), QmpError> {
         let (set, limit) = (command_line::set_of(&disk.serial), self.call_timeout);
         let node = command_line::block_node(disk, set);
@@ -66,11 +66,11 @@ impl QemuVm {
             self.connect(disk),
         );
         if let Err(error) = passed.and(added) {
-            // The device may be that of another disk of this name.
+            // The device may belong to another disk of this name.
             self.undo(self.qmp.remove_fd(set, limit)).await;
             return Err(error);
         }
-        // Limited before the guest has found it, or a moment later.
+        // The disk is limited before the guest has found it, or a moment later.
         let plugged = match plugged {
             Ok(()) => self.throttle(disk).await,
             refused => refused,
@@ -81,14 +81,14 @@ impl QemuVm {
         plugged
     }
 
-    /// Removes what is left of a disk that was not attached.
+    /// Removes the remains of a disk that was not attached.
     async fn undo(&self, removal: impl Future<Output = Result<(), QmpError>>) {
         if let Err(error) = removal.await {
             tracing::warn!(pod = %self.record.pod, %error, "cannot remove what is left of a disk that was not attached");
         }
     }
 
-    /// Gives the guest a disk, whose image QEMU has: in its slot, or with a device of its own.
+    /// Gives the guest a disk whose image QEMU already has: in the disk's slot, or with its own device.
     async fn connect(&self, disk: &DiskSpec) -> Result<(), QmpError> {
         if let Some(slot) = slots::of(&disk.serial) {
             match self.qmp.blockdev_reopen(&slot.filled(), self.call_timeout).await {
@@ -99,7 +99,7 @@ impl QemuVm {
         self.add_device(&disk.serial, command_line::controller(disk)).await
     }
 
-    /// Takes a disk from the guest, which need not have it.
+    /// Takes a disk from the guest, which may not have it.
     async fn disconnect(&self, serial: &str) -> Result<(), QmpError> {
         let (id, limit) = (command_line::device_id(serial), self.call_timeout);
         if let Some(slot) = slots::of(serial) {
@@ -137,7 +137,7 @@ impl QemuVm {
         Ok(())
     }
 
-    /// Adds a disk's device at `controller`; at the only one if the VM is of an earlier daemon.
+    /// Adds a disk's device at `controller`, or at the only controller if an earlier daemon started the VM.
     async fn add_device(&self, serial: &str, controller: &str) -> Result<(), QmpError> {
         let add = |controller: &str| {
             self.qmp.device_add(command_line::disk_device(serial, controller), self.call_timeout)
@@ -179,8 +179,9 @@ impl Vm for QemuVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        let file = open(disk).map_err(path_error(pod, "attach", disk.path.clone()))?;
-        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        let name = disk.file.name();
+        let file = disk.file.descriptor().map_err(path_error(pod, "attach", name.to_owned()))?;
+        let call = format!("attaching {} as disk {}", name.display(), disk.serial);
         self.plug(disk, file).await.map_err(answer(pod, &call))
     }
 
@@ -191,7 +192,7 @@ impl Vm for QemuVm {
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
         let run_dir = &self.record.run_dir;
         let listened = socket::listen_anew(run_dir, SHARES).and_then(|listener| {
-            // Only the daemon can enter its directory: QEMU connects to a socket that it receives open.
+            // Only the daemon can enter its directory, so it connects to the socket and passes it to QEMU open.
             let user = jail::user_of(&fs::metadata(run_dir)?);
             unix::fs::chown(socket::within(&socket::open(run_dir)?, SHARES), Some(user), Some(user))?;
             Ok(listener)
@@ -229,7 +230,7 @@ impl Vm for QemuVm {
             tokio::time::sleep_until(freezable).await;
         }
         self.pause().await?;
-        // The VMM's user must not change the memory any more.
+        // From now on, the VMM's user must not change the memory.
         let memory = dir.join(MEMORY);
         unix::fs::chown(&memory, Some(0), Some(0)).map_err(path_error(
             &self.record.pod,
@@ -271,12 +272,7 @@ impl Vm for QemuVm {
     }
 }
 
-/// Opens a disk for QEMU: a jailed QEMU opens nothing by itself.
-pub(super) fn open(disk: &DiskSpec) -> io::Result<OwnedFd> {
-    fs::File::options().read(true).write(!disk.read_only).open(&disk.path).map(OwnedFd::from)
-}
-
-/// Returns a function that turns QEMU's error into one that names the pod and the call.
+/// Returns a function that turns an error of QEMU into an error that names the pod and the call.
 pub(super) fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> VmmError {
     let (pod, call) = (pod.clone(), call.to_owned());
     move |error| match error {

@@ -2,23 +2,23 @@
 
 use serde::Serialize;
 
-/// A command of QMP's `blockdev-add`: a raw image in a file or on a block device.
+/// The arguments of `blockdev-add` for a raw image in a file or on a block device.
 ///
-/// QEMU reads its control socket byte by byte, each in a turn of its main loop: what is QEMU's default is left out, and so is the
-/// node of driver "raw" that could stand on top of this one.
+/// QEMU reads its control socket byte by byte, each in a turn of its main loop. So QEMU's defaults are left out, and
+/// so is the "raw" node that could stand on top of this one.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BlockNode {
-    /// "file" or "host_device".
+    /// Driver of the node: "file" or "host_device".
     pub driver: &'static str,
-    /// Its name.
+    /// Name of the node.
     pub node_name: String,
-    /// Its path.
+    /// Path of the file or device.
     pub filename: String,
-    /// It cannot be written.
+    /// Whether the disk cannot be written.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
-    /// "unmap" if freed blocks are returned to the host.
+    /// Handling of discards: "unmap" if freed blocks are returned to the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discard: Option<&'static str>,
 }
@@ -27,37 +27,37 @@ pub struct BlockNode {
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct TopNode {
-    /// Always "raw".
+    /// Driver of the node, always "raw".
     pub driver: &'static str,
-    /// Its name.
+    /// Name of the node.
     pub node_name: &'static str,
-    /// The node with the content.
+    /// Name of the node with the content.
     pub file: String,
-    /// As in [`BlockNode`].
+    /// Whether the disk cannot be written.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
-    /// As in [`BlockNode`].
+    /// Handling of discards, as in [`BlockNode`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub discard: Option<&'static str>,
 }
 
-/// A command of QMP's `blockdev-add`: a disk that is served by NBD.
+/// The arguments of `blockdev-add` for a disk that is served by NBD.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct NbdNode {
-    /// Always "nbd".
+    /// Driver of the node, always "nbd".
     pub driver: &'static str,
-    /// Its name.
+    /// Name of the node.
     pub node_name: String,
-    /// Its server.
+    /// Address of the server.
     pub server: UnixServer,
 }
 
-/// The server of an NBD disk.
+/// The address of an NBD server.
 #[derive(Debug, Clone, Serialize)]
 pub struct UnixServer {
-    /// Always "unix".
+    /// Type of the address, always "unix".
     pub r#type: &'static str,
-    /// Path of its socket.
+    /// Path of the server's socket.
     pub path: String,
 }

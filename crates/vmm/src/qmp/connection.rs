@@ -1,4 +1,4 @@
-//! The connection to QEMU: commands out, answers and events in.
+//! The connection to QEMU, which carries commands one way and responses and events the other.
 
 use std::{
     collections::VecDeque,
@@ -21,24 +21,25 @@ use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
 
 use super::QmpError;
 
-/// Longest line accepted, bytes.
+/// Maximum length of a line, bytes.
 pub(super) const MAX_LINE: usize = 256 << 10;
 /// Initial size of the read and write buffers of each VMM, bytes; the codec's default is 8 KiB each.
 const BUFFER: usize = 256;
-/// Longest explanation of a refusal that is kept, characters.
+/// Maximum number of characters kept of a refusal.
 pub(super) const MAX_REASON: usize = 400;
-/// Commands that may wait for the socket.
+/// Maximum number of commands that wait for the socket.
 pub(super) const QUEUE: usize = 16;
-/// Commands that may wait for an answer, including those whose callers have given up. A QEMU that owes more does not answer any more.
+/// Maximum number of commands that wait for a response, including those whose callers have given up. A QEMU that owes
+/// more has stopped responding.
 const OWED: usize = 256;
 
-/// An event, by name, with its data.
+/// An event of QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Event {
-    /// Such as `DEVICE_DELETED`.
+    /// Name of the event, such as `DEVICE_DELETED`.
     #[serde(rename = "event")]
     pub name: String,
-    /// Its data.
+    /// Data of the event.
     #[serde(default)]
     pub data: EventData,
 }
@@ -46,17 +47,17 @@ pub struct Event {
 /// The parts of an event's data that are used.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct EventData {
-    /// Id of the device.
+    /// ID of the device.
     pub device: Option<String>,
     /// Progress of a migration.
     pub status: Option<String>,
 }
 
-/// A command, and where its answer goes.
+/// A command, and the destination of its response.
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) command: Value,
-    /// Passed with the command.
+    /// Descriptor that is passed with the command.
     pub(super) fd: Option<OwnedFd>,
     pub(super) answer: oneshot::Sender<Result<Value, QmpError>>,
 }
@@ -94,9 +95,9 @@ pub(super) fn open(socket: UnixStream) -> Wire {
 
 type Answer = oneshot::Sender<Result<Value, QmpError>>;
 
-/// Carries commands and answers until either side is gone. Pending commands then get [`QmpError::Closed`].
+/// Carries commands and responses until either side is gone. Pending commands then get [`QmpError::Closed`].
 ///
-/// Commands have no ids: QEMU reads each of their bytes in a turn of its main loop, some 17 µs on KVM, and answers in order.
+/// Commands have no IDs: QEMU takes a turn of its main loop for each byte, about 17 µs on KVM, and responds in order.
 pub(super) async fn converse(
     mut wire: Wire,
     mut queue: mpsc::Receiver<Box<Request>>,
@@ -138,7 +139,7 @@ async fn send(wire: &mut Wire, command: &Value, fd: Option<OwnedFd>) -> io::Resu
     }
 }
 
-/// Sends a line, and a descriptor with its first byte. No other line may be waiting to be sent.
+/// Sends a line, with a descriptor beside its first byte. No other line may be waiting to be sent.
 async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result<()> {
     let fds = [fd.as_fd()];
     let mut sent = 0;
@@ -165,7 +166,7 @@ fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast:
             Err(QmpError::Refused { class: error.class, reason })
         }
         Message::Event(event) => {
-            // Without subscribers it goes nowhere.
+            // There may be no subscriber.
             let _ = events.send(Arc::new(event));
             return;
         }

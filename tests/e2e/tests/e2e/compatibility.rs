@@ -56,6 +56,9 @@ fn rows(text: &str, is_message: impl Fn(&str) -> bool) -> Result<BTreeMap<&str, 
     for line in text.lines() {
         if let Some(heading) = line.strip_prefix("## ") {
             section = heading.trim();
+        } else if line.starts_with("### ") {
+            // It tells of more than a message's fields.
+            section = "";
         } else if is_message(section) && line.starts_with("| `") {
             let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
             ensure!(cells.len() == 4, "{section}: {line:?} has {} columns", cells.len());

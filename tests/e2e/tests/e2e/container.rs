@@ -136,10 +136,12 @@ async fn masked_and_read_only_paths(case: Case) -> Result<()> {
 
 async fn read_only_rootfs(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let mut config = shell("c", "touch /file 2>&1; echo $?; touch /dev/shm/file && echo shm");
+    let script = "touch /file 2>&1; echo $?; touch /dev/shm/file && echo shm; (echo x >>/etc/hosts) 2>&1 || echo hosts";
+    let mut config = shell("c", script);
     security(&mut config).readonly_rootfs = true;
     let out = pod.run(config).await?.success()?;
-    ensure!(out.contains("Read-only file system") && out.contains("\n1\n") && out.ends_with("shm"), "{out}");
+    ensure!(out.contains("Read-only file system") && out.contains("\n1\n"), "{out}");
+    ensure!(out.contains("\nshm\n") && out.ends_with("\nhosts"), "{out}");
     Ok(())
 }
 

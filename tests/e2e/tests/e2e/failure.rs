@@ -113,18 +113,18 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
             continue;
         }
         // The name is free again once it was taken back.
-        let uid = config.metadata.clone().unwrap_or_default().uid;
+        let name = config.metadata.clone().unwrap_or_default().name;
         let pod =
             sandboxer_e2e::eventually("name of the pod given up", sandboxer_e2e::case::PATIENCE, || async {
                 match case.cri.run_pod(&config, case.handler).await {
                     Ok(id) => Ok(Some(id)),
                     // The start may have completed although nobody waited for it: then this is its pod.
                     Err(error) if error.message().contains("reserved") => {
-                        let its = |pod: &PodSandbox| pod.metadata.as_ref().is_some_and(|of| of.uid == uid);
+                        let its = |pod: &PodSandbox| pod.metadata.as_ref().is_some_and(|of| of.name == name);
                         Ok(case.pods().await?.into_iter().find(its).map(|pod| pod.id))
                     }
                     Err(error) => {
-                        Err(anyhow::Error::from(error).context(format!("after {millis} ms, {uid}")))
+                        Err(anyhow::Error::from(error).context(format!("after {millis} ms, {name}")))
                     }
                 }
             })

@@ -5,8 +5,8 @@
 
 mod around;
 mod disk;
-mod streams;
-mod worker;
+pub mod streams;
+pub mod worker;
 
 use std::fs;
 use std::path::PathBuf;
@@ -22,14 +22,14 @@ use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
 
 use around::{
-    containerd_and_worker_killed, containerd_killed, everything_killed, holder_killed, vmms_killed,
+    containerd_and_worker_killed, containerd_killed, everything_killed, keeper_killed, vmms_killed,
 };
 use disk::{disk_full, disk_read_only};
 use worker::{clock_jumps, killed_at_every_point, killed_at_random, memory_runs_out, upgraded_under_pods};
 
 crate::cases![
     VmAlone: killed_at_every_point, killed_at_random, memory_runs_out, clock_jumps, upgraded_under_pods, vmms_killed,
-    containerd_killed, containerd_and_worker_killed, holder_killed, everything_killed, disk_full, disk_read_only
+    containerd_killed, containerd_and_worker_killed, keeper_killed, everything_killed, disk_full, disk_read_only
 ];
 
 /// What a case has seen so far.
@@ -120,7 +120,8 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     fs::create_dir_all(&host)?;
     fs::write(host.join("file"), "of the host")?;
 
-    let config = case.pod_config();
+    let mut config = case.pod_config();
+    config.metadata.get_or_insert_default().uid = kubelet.uid();
     let pod = insist("start a pod", || case.cri.run_pod(&config, case.handler)).await?;
     let pod = case.pod_of(&pod, config);
     let mounted = [("/settings", &settings), ("/scratch", &scratch), ("/host", &host)];

@@ -1,6 +1,7 @@
 //! The end-to-end cases. Every one gets the same stack and leaves nothing in it; those that restart the daemon
 //! have it to themselves. Names are `handler::file::case`, so `-- sandboxer::streams` selects.
 //!
+//! `core.txt` names those that touch each promise once: `SANDBOXER_E2E_CORE=only` runs these, `except` all others.
 //! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up;
 //! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so. `CONTAINERD_VERSION=1.7.27` runs them
 //! beside that containerd, and `SANDBOXER_E2E_VERSIONS=docs/compatibility.md` writes what came of it into that document's table.
@@ -17,6 +18,7 @@ mod lifecycle;
 mod many;
 mod memory;
 mod network;
+mod parity;
 mod placement;
 mod pool;
 mod probe;
@@ -114,6 +116,7 @@ fn entries() -> Vec<Entry> {
         many::cases,
         memory::cases,
         network::cases,
+        parity::cases,
         placement::cases,
         pool::cases,
         probe::cases,
@@ -129,9 +132,32 @@ fn entries() -> Vec<Entry> {
     files.iter().flat_map(|file| file()).collect()
 }
 
+/// Returns the names of all cases, each after each handler that it is for.
+fn all_names() -> Vec<String> {
+    let of = |handler: &str, entry: &Entry| format!("{handler}::{}", case_name(entry));
+    let runc = entries().into_iter().filter(|entry| entry.on == On::Any);
+    entries().iter().map(|entry| of("sandboxer", entry)).chain(runc.map(|entry| of("runc", &entry))).collect()
+}
+
 /// `file::case`.
 fn case_name(entry: &Entry) -> &'static str {
     entry.name.trim_start_matches("e2e::")
+}
+
+/// Returns the cases that `core.txt` names, each after its handler.
+fn core() -> Vec<&'static str> {
+    include_str!("core.txt").lines().filter_map(|line| line.split_whitespace().next()).collect()
+}
+
+/// Returns whether `SANDBOXER_E2E_CORE`, if it is set, asks for this case of this handler.
+fn is_asked_for(name: &str) -> Result<bool> {
+    let is_core = core().contains(&name);
+    match std::env::var("SANDBOXER_E2E_CORE").as_deref() {
+        Ok("only") => Ok(is_core),
+        Ok("except") => Ok(!is_core),
+        Ok(other) => bail!("SANDBOXER_E2E_CORE={other}: only and except are what there is"),
+        Err(_) => Ok(true),
+    }
 }
 
 /// Returns whether `SANDBOXER_E2E_ONLY`, if it is set, names this case or its file.
@@ -169,7 +195,7 @@ fn run() -> Result<ExitCode> {
     }
 
     // Listing and filtering everything out need no stack.
-    let names: Vec<(Entry, &'static str, String)> = wanted
+    let mut names: Vec<(Entry, &'static str, String)> = wanted
         .iter()
         .flat_map(|&handler| entries().into_iter().map(move |entry| (entry, handler)))
         .filter(|(entry, handler)| *handler == "sandboxer" || entry.on == On::Any)
@@ -179,6 +205,12 @@ fn run() -> Result<ExitCode> {
             (entry, handler, name)
         })
         .collect();
+    if let Some(unknown) = core().iter().find(|core| !all_names().iter().any(|name| name == *core)) {
+        bail!("core.txt names {unknown}, which is no case");
+    }
+    let asked = names.iter().map(|(_, _, name)| is_asked_for(name)).collect::<Result<Vec<_>>>()?;
+    let mut asked = asked.into_iter();
+    names.retain(|_| asked.next().unwrap_or_default());
     let idle = arguments.list
         || names.iter().all(|(_, _, name)| arguments.is_filtered_out(&Trial::test(name.as_str(), || Ok(()))));
     if idle {

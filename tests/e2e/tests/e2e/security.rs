@@ -104,7 +104,7 @@ async fn the_jail_of_what_serves_shares_is_shown(case: Case) -> Result<()> {
 
 /// docs/security.md tells them; the kernel has the last word.
 async fn the_daemon_keeps_the_capabilities_that_are_told(case: Case) -> Result<()> {
-    // The holder, the front, and the worker behind it.
+    // The keeper, the front, and the worker behind it.
     let daemon = [case.stack.pid("sandboxer")?, case.stack.front()?, case.stack.worker()?];
     let text = include_str!("../../../../docs/security.md");
     let mut told = 0;

@@ -1,14 +1,15 @@
 //! Directories and files of the host that containers have live.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::{ContainerConfig, Mount};
+use k8s_cri::v1::{ContainerConfig, Mount, MountPropagation};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
-use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::stream::Session;
 use tempfile::TempDir;
@@ -17,7 +18,8 @@ crate::cases![
     Any: live_both_ways, read_only_stays_as_it_is, read_only_as_deep_as_asked,
         single_file, owners_and_modes, renamed_and_removed_while_open,
         large_file, copied_to_the_log, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
-        what_is_not_there;
+        what_is_not_there, unmounted_after_it_was_read, hundreds_of_mounts, files_of_the_kernel,
+        what_programs_do_to_files, directory_of_another_user, twenty_thousand_files;
     Vm: copied_from_the_input;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
         killed_during_io, read_on_while_the_worker_is_dead
@@ -264,6 +266,163 @@ async fn what_is_not_there(case: Case) -> Result<()> {
     let made = pod.start(with(idle("c"), &missing, false)).await?;
     made.sh("echo x >/data/file").await?;
     ensure!(missing.join("file").exists());
+    Ok(())
+}
+
+/// A directory of the host with a file system of its own, in which later mounts appear in containers, too.
+struct Volume(TempDir);
+
+impl Volume {
+    fn new() -> Result<Self> {
+        let volume = Self(host()?);
+        tmpfs(volume.0.path())?;
+        mount(None::<&str>, volume.0.path(), None::<&str>, MsFlags::MS_SHARED, None::<&str>)?;
+        Ok(volume)
+    }
+
+    fn below(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Mounts a file system with a file at `name`.
+    fn fill(&self, name: &str) -> Result<()> {
+        std::fs::create_dir_all(self.below(name))?;
+        tmpfs(&self.below(name))?;
+        Ok(std::fs::write(self.below(name).join("file"), format!("{name}\n"))?)
+    }
+
+    /// A container that follows its mounts.
+    async fn container(&self, case: &Case) -> Result<Container> {
+        let mut config = with(idle("c"), self.0.path(), false);
+        config.mounts[0].propagation = MountPropagation::PropagationHostToContainer.into();
+        Ok(case.pod().await?.start(config).await?)
+    }
+}
+
+impl Drop for Volume {
+    fn drop(&mut self) {
+        // With everything below it.
+        let _ = umount2(self.0.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+fn tmpfs(at: &Path) -> Result<()> {
+    mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), Some("mode=0777"))
+        .with_context(|| format!("mount a tmpfs on {at:?}"))
+}
+
+/// A node agent with kubelet's directory must not keep the host from unmounting other pods' volumes.
+async fn unmounted_after_it_was_read(case: Case) -> Result<()> {
+    let volume = Volume::new()?;
+    let container = volume.container(&case).await?;
+    for round in 0..5 {
+        volume.fill("below")?;
+        // A guest may look at what was there for another moment.
+        eventually(&format!("mount {round} in the container"), PATIENCE, || async {
+            let seen = container.sh("ls /data/below; cat /data/below/file").await.ok();
+            Ok(seen.filter(|seen| seen == "file\nbelow"))
+        })
+        .await?;
+        // The guest closes its files when it has time to.
+        eventually(&format!("unmount {round} of what was read"), PATIENCE, || async {
+            Ok(umount2(&volume.below("below"), MntFlags::empty()).ok())
+        })
+        .await?;
+        eventually(&format!("end of mount {round} in the container"), PATIENCE, || async {
+            Ok(container.sh("ls /data/below").await.ok().filter(String::is_empty))
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+async fn hundreds_of_mounts(case: Case) -> Result<()> {
+    let volume = Volume::new()?;
+    let container = volume.container(&case).await?;
+    let read = async || container.sh("cat /data/*/file | wc -l").await;
+    (0..300).try_for_each(|n| volume.fill(&format!("m{n}")))?;
+    eventually("300 mounts", PATIENCE, || async { Ok((read().await? == "300").then_some(())) }).await?;
+    (300..330).try_for_each(|n| volume.fill(&format!("m{n}")))?;
+    eventually("30 more", PATIENCE, || async { Ok((read().await? == "330").then_some(())) }).await
+}
+
+/// Their size is 0, or a page.
+async fn files_of_the_kernel(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    for (source, file) in [("/proc", "sys/kernel/ostype"), ("/sys/kernel", "profiling")] {
+        let name = file.rsplit('/').next().unwrap_or(file);
+        let container = pod.start(with(idle(name), Path::new(source), true)).await?;
+        let expected = std::fs::read_to_string(Path::new(source).join(file))?;
+        let seen = container.sh(&format!("cat /data/{file}")).await?;
+        ensure!(!seen.is_empty() && seen == expected.trim_end(), "{source}/{file}: {seen:?}");
+    }
+    Ok(())
+}
+
+/// Direct I/O, holes, mapped memory, locks, and a file that is removed while it is open: `src/files.c`, static.
+const FILES: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/files"));
+
+async fn what_programs_do_to_files(case: Case) -> Result<()> {
+    let host = host()?;
+    let program = host.path().join("files");
+    std::fs::write(&program, FILES)?;
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let said = container.sh("/data/files /data/file").await?;
+    ensure!(said.lines().count() == 13 && said.lines().all(|line| line.ends_with(" ok")), "{said}");
+    Ok(())
+}
+
+/// Its ACL gives a user what its mode does not.
+async fn directory_of_another_user(case: Case) -> Result<()> {
+    let host = host()?;
+    let private = host.path().join("private");
+    std::fs::create_dir(&private)?;
+    std::fs::set_permissions(&private, std::fs::Permissions::from_mode(0o700))?;
+    // A user without a group has group 0.
+    std::os::unix::fs::chown(&private, None, Some(5555))?;
+    let entries =
+        [(1_u16, 7_u16, u32::MAX), (2, 7, 4321), (4, 0, u32::MAX), (16, 7, u32::MAX), (32, 0, u32::MAX)];
+    let mut acl = 2_u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in entries {
+        acl.extend([&tag.to_le_bytes()[..], &permissions.to_le_bytes(), &id.to_le_bytes()].concat());
+    }
+    rustix::fs::setxattr(&private, "system.posix_acl_access", &acl, rustix::fs::XattrFlags::empty())?;
+    let pod = case.pod().await?;
+    for (user, expected) in [(4321, "4321\nx"), (4322, "4322\nrefused")] {
+        let script = "id -u; cd /data/private 2>/dev/null && echo x >file && cat file || echo refused";
+        let mut config = with(shell(&format!("u{user}"), script), host.path(), false);
+        sandboxer_e2e::case::security(&mut config).run_as_user =
+            Some(k8s_cri::v1::Int64Value { value: user });
+        let said = pod.run(config).await?.success()?;
+        ensure!(said == expected, "{said}");
+    }
+    Ok(())
+}
+
+/// However few files the host lets a process open.
+async fn twenty_thousand_files(case: Case) -> Result<()> {
+    let host = host()?;
+    for directory in 0..20 {
+        let directory = host.path().join(directory.to_string());
+        std::fs::create_dir(&directory)?;
+        (0..1000).try_for_each(|n| std::fs::write(directory.join(n.to_string()), ""))?;
+    }
+    std::fs::write(host.path().join("0/0"), "the first")?;
+    let pod = case.pod().await?;
+    let container = pod.start(with(idle("c"), host.path(), false)).await?;
+    for server in case.stack.processes("sandboxer-share")? {
+        let groups = std::fs::read_to_string(format!("/proc/{server}/cgroup")).unwrap_or_default();
+        if groups.lines().any(|line| line.ends_with(&format!("/sandboxer-{}", pod.id))) {
+            let few = rustix::process::Rlimit { current: Some(512), maximum: Some(512) };
+            let server = rustix::process::Pid::from_raw(server.as_raw());
+            rustix::process::prlimit(server, rustix::process::Resource::Nofile, few)?;
+        }
+    }
+    // Attributes of each file are looked up.
+    let seen = container.sh("ls -lR /data | grep -c ^-; cat /data/0/0; echo x >/data/19/new").await?;
+    ensure!(seen == "20000\nthe first", "{seen}");
+    ensure!(host.path().join("19/new").exists());
     Ok(())
 }
 

@@ -44,6 +44,11 @@ const NEEDS: &[(&str, (u32, u32), &str)] = &[
         (2, 3),
         "its erofs snapshotter has no writable layers of a given size",
     ),
+    (
+        "parity::unprivileged_ports_and_pings",
+        HAS_CONTROLLERS,
+        "by default it keeps the kernel's sysctls of ports and pings",
+    ),
     ("shares::read_only_as_deep_as_asked", HAS_CONTROLLERS, "CRI has no recursively read-only mounts"),
 ];
 

@@ -1,12 +1,13 @@
 //! Volumes as a kubelet has them, devices, and room to write.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::{ContainerConfig, Device, Mount, MountPropagation};
+use k8s_cri::v1::{ContainerConfig, Device, Int64Value, Mount, MountPropagation, PodSandboxConfig};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, privileged, security, shell};
 use sandboxer_e2e::eventually;
@@ -16,8 +17,9 @@ use crate::hung_volume::HungVolume;
 
 crate::cases![
     Any: files_are_kept_up_to_date, a_sub_path_of_files_stays, empty_dirs_are_shared, empty_dirs_in_memory_are_bounded,
-    a_sub_path_of_an_empty_dir, shared_memory_of_another_size, termination_message, block_devices;
-    Vm: empty_dirs_on_disk_are_bounded, what_is_deleted_from_an_empty_dir_is_the_hosts_again, the_root_file_system_is_bounded, sizes_that_make_no_sense,
+    a_sub_path_of_an_empty_dir, no_sub_path_leads_out_of_an_empty_dir, an_empty_dir_is_one_whatever_its_parts_are_called,
+    shared_memory_of_another_size, termination_message, block_devices;
+    Vm: a_disk_is_made_through_no_link, empty_dirs_on_disk_are_bounded, what_is_deleted_from_an_empty_dir_is_the_hosts_again, the_root_file_system_is_bounded, sizes_that_make_no_sense,
     what_a_guest_cannot_have_is_refused_by_name;
     VmAlone: volumes_outlive_the_daemon, a_stop_loses_no_data, volumes_that_hang_cost_their_pod_alone
 ];
@@ -177,6 +179,119 @@ async fn a_sub_path_of_an_empty_dir(case: Case) -> Result<()> {
     let config = mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
     let said = pod.run(config).await?.success()?;
     ensure!(said == "of b\nof m", "{said}");
+    Ok(())
+}
+
+/// A file system with one file, which is root's alone.
+fn foreign_disk(at: &Path, dir: &Path) -> Result<()> {
+    let root = dir.join("root");
+    fs::create_dir_all(&root)?;
+    fs::write(root.join("shadow"), SECRET)?;
+    let made = Command::new("mkfs.ext4").args(["-q", "-F", "-d"]).arg(&root).arg(at).status()?;
+    ensure!(made.success(), "mkfs.ext4: {made}");
+    Ok(())
+}
+
+const SECRET: &str = "a secret of the host";
+
+/// A pod's author chooses subPaths, and its processes make links: neither gets the pod a file or a device of the host as its disk.
+/// Allowed by the strictest of Kubernetes' profiles.
+async fn no_sub_path_leads_out_of_an_empty_dir(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let host = tempfile::tempdir()?;
+    let file = host.path().join("victim.ext4");
+    fs::File::create(&file)?.set_len(16 << 20)?;
+    fs::set_permissions(&file, fs::Permissions::from_mode(0o600))?;
+    let mut targets = vec![file];
+    match kubelet.block_device(16 << 20) {
+        // It may not be opened everywhere, not even by root.
+        Ok((device, _)) if fs::File::open(&device).is_ok() => targets.push(device),
+        _ => println!("without a block device of the host"),
+    }
+    for (number, target) in targets.iter().enumerate() {
+        foreign_disk(target, host.path())?;
+        let before = fs::read(target)?;
+        let cache = kubelet.empty_dir(&format!("cache-{number}"))?;
+        // Any size but the default one.
+        let sized = |config: &mut PodSandboxConfig| {
+            drop(config.annotations.insert("io.sandboxer.emptydir-size".into(), "64Mi".into()));
+        };
+        let pod = case.pod_with(sized).await?;
+        let user = |mut config: ContainerConfig| {
+            security(&mut config).run_as_user = Some(Int64Value { value: 1000 });
+            config
+        };
+        let (inner, part) = ("u/volumes/kubernetes.io~empty-dir/v", kubelet.sub_path(&cache, "pods")?);
+        fs::set_permissions(&part, fs::Permissions::from_mode(0o777))?;
+        let plants =
+            format!("d=/c/{inner}; mkdir -p $d && ln -s {} $d/.sandboxer.ext4 && id -u", target.display());
+        let said = pod.run(user(mounted(shell("init", &plants), "/c", &part, false))).await?.success()?;
+        ensure!(said == "1000", "{said}");
+
+        let part = kubelet.sub_path(&cache, &format!("pods/{inner}"))?;
+        let reads = "ls -A /m; cat /m/shadow 2>/dev/null; echo written-by-the-pod >/m/pwned; sync";
+        let read = pod.run(mounted(shell("main", reads), "/m", &part, false)).await;
+        let said = read.map(|ended| ended.logs.stdout).unwrap_or_default();
+        ensure!(!said.contains(SECRET) && !said.contains("shadow"), "it reads the host's {target:?}: {said}");
+        case.remove(&pod.id).await?;
+        ensure!(fs::read(target)? == before, "it writes to the host's {target:?}");
+        ensure!(
+            said.trim_end() == ".sandboxer.ext4",
+            "the link is a file of the emptyDir like others: {said}"
+        );
+    }
+    Ok(())
+}
+
+/// Also if the names are those of kubelet's directories.
+async fn an_empty_dir_is_one_whatever_its_parts_are_called(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let pod = case.pod().await?;
+    for (number, (container, part)) in
+        [("c", "pods/logs"), ("pods", "volumes"), ("pods", ".")].iter().enumerate()
+    {
+        let work = kubelet.empty_dir(&format!("work-{number}"))?;
+        let bound = kubelet.sub_path_of(container, &work, part)?;
+        let name = format!("writes-{number}");
+        pod.run(mounted(shell(&name, "echo of a part >/part/note"), "/part", &bound, false))
+            .await?
+            .success()?;
+        let (name, reads) = (format!("reads-{number}"), format!("cat /work/{part}/note"));
+        let said = pod.run(mounted(shell(&name, &reads), "/work", &work, false)).await?.success()?;
+        ensure!(said == "of a part", "{container}, {part}: {said}");
+    }
+    let pods = kubelet.empty_dir("pods")?;
+    pod.run(mounted(shell("one", "echo of a volume >/v/note"), "/v", &pods, false)).await?.success()?;
+    if case.in_vm() {
+        let left: Vec<_> = fs::read_dir(&pods)?.map(|entry| Ok(entry?.file_name())).collect::<Result<_>>()?;
+        ensure!(left == [".sandboxer.ext4"], "an emptyDir of this name is shared live: {left:?}");
+    }
+    Ok(())
+}
+
+/// Names that the daemon's helpers could use for a file that is not complete yet lead to files of the host.
+async fn a_disk_is_made_through_no_link(case: Case) -> Result<()> {
+    const HELPERS: std::ops::Range<u32> = 0..6000;
+    let kubelet = Kubelet::of(&case)?;
+    let (disk, host) = (kubelet.empty_dir("disk")?, tempfile::tempdir()?);
+    let victim = host.path().join("victim");
+    fs::write(&victim, SECRET)?;
+    let pod = case
+        .pod_with(|config| {
+            drop(config.annotations.insert("io.sandboxer.emptydir-size".into(), "32Mi".into()))
+        })
+        .await?;
+    let last: u32 = fs::read_to_string("/proc/sys/kernel/ns_last_pid")?.trim().parse()?;
+    for number in HELPERS {
+        let name = format!(".sandboxer.ext4.unfinished-{}", last.saturating_sub(500) + number);
+        std::os::unix::fs::symlink(&victim, disk.join(name))?;
+    }
+    let ran = pod.run(mounted(shell("c", "echo fits >/d/note; cat /d/note"), "/d", &disk, false)).await;
+    let is_whole = fs::read_to_string(&victim).is_ok_and(|text| text == SECRET);
+    ensure!(is_whole, "a file of the host was overwritten: {} bytes", fs::metadata(&victim)?.len());
+    let said = ran?.success()?;
+    ensure!(said == "fits", "{said}");
+    ensure!(fs::symlink_metadata(disk.join(".sandboxer.ext4"))?.is_file(), "the disk is a link");
     Ok(())
 }
 

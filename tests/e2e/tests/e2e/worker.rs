@@ -30,7 +30,7 @@ async fn some_moment() {
 
 async fn killed_again_and_again(case: Case) -> Result<()> {
     let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
-    let (vmms, holder) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
+    let (vmms, keeper) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
     for round in 0..kills() {
         some_moment().await;
         let killed = case.stack.kill(Victim::of(round))?;
@@ -38,7 +38,7 @@ async fn killed_again_and_again(case: Case) -> Result<()> {
         ensure!(pod.ready().await?, "the pod is not ready");
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
     }
-    ensure!(case.stack.pid("sandboxer")? == holder && case.stack.vmms()? == vmms);
+    ensure!(case.stack.pid("sandboxer")? == keeper && case.stack.vmms()? == vmms);
     ensure!(pod.output("echo new").await? == "new");
     Bystander { pod, container }.end(&case).await.map(drop)
 }
@@ -138,8 +138,11 @@ async fn replaced(case: Case) -> Result<()> {
         })
         .await?;
         ensure!(container.sh("echo here").await? == "here");
-        let front = std::fs::read_to_string(format!("/proc/{}/cmdline", case.stack.pid("sandboxer")?))?;
-        ensure!(front.contains("--resume"), "the front was not replaced: {front:?}");
+        eventually("another front", PATIENCE, || async {
+            let front = std::fs::read_to_string(format!("/proc/{}/cmdline", case.stack.front()?))?;
+            Ok(front.contains("--resume").then_some(()))
+        })
+        .await?;
     }
     ensure!(pod.ready().await?);
     Bystander { pod, container }.end(&case).await.map(drop)

@@ -60,7 +60,7 @@ fn worker_killed(run: &Run<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The front has containerd's connections; the next one takes them over from its holder.
+/// The front has containerd's connections; the next one takes them over from its keeper.
 fn front_killed(run: &Run<'_>) -> Result<()> {
     let pod = run.ready_pod("", container("c", COUNT))?;
     for victim in [Victim::Front, Victim::Both] {

@@ -19,28 +19,28 @@ use toml_edit::{DocumentMut, Item, Table, TableLike};
 use super::Args;
 use crate::render;
 
-/// From this version on the output of `containerd config default` imports `/etc/containerd/conf.d`.
+/// First version whose `containerd config default` imports `/etc/containerd/conf.d`.
 const READS_CONF_D: (u32, u32) = (2, 2);
-/// This version pulls a pause image for every pod; later ones have a setting against it.
+/// The version that pulls a pause image for every pod; later ones have a setting to prevent it.
 const PULLS_PAUSE: (u32, u32) = (2, 3);
-/// From this version on a handler can have a snapshotter of its own.
+/// First version in which a handler can have its own snapshotter.
 const HAS_SNAPSHOTTERS: (u32, u32) = (1, 7);
-/// Versions of the file format with the tables that are set here: of containerd 2.x, and of 1.6 and 1.7.
+/// Versions of the file format whose tables are set here: for containerd 2.x, and for 1.6 and 1.7.
 const FORMATS_OF_2: std::ops::RangeInclusive<i64> = 3..=4;
 const FORMATS_OF_1: std::ops::RangeInclusive<i64> = 2..=2;
-/// Largest accepted file, bytes.
+/// Maximum size of an accepted file, bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// Why a file cannot be changed.
 #[derive(Debug, thiserror::Error)]
 enum MergeError {
-    /// Not TOML.
+    /// The file is not valid TOML.
     #[error("{path:?} is not valid TOML: correct it first\n{source}")]
     Syntax { path: PathBuf, source: toml_edit::TomlError },
-    /// The format has another version.
+    /// The file's format has another version.
     #[error("{path:?} has version {found}, the settings are for {}: {advice}", wanted.join(" and "))]
     Format { path: PathBuf, found: String, wanted: Vec<String>, advice: &'static str },
-    /// A key has another type.
+    /// A key is not a table.
     #[error("{key} in {path:?} is not a table: correct it first")]
     NoTable { path: PathBuf, key: String },
 }
@@ -48,17 +48,17 @@ enum MergeError {
 /// Settings that depend on the running containerd and the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Settings {
-    /// containerd's, `major.minor`.
+    /// Version of containerd: major, minor.
     version: (u32, u32),
-    /// The daemon's sandbox controller.
+    /// Socket of the daemon's sandbox controller.
     controller: PathBuf,
-    /// The daemon's configuration, if it is not the default one.
+    /// Path of the daemon's configuration; `None` if it is the default one.
     config: Option<PathBuf>,
-    /// containerd lacks CAP_SYS_RESOURCE.
+    /// Whether containerd lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool,
 }
 
-/// Prints the settings, or merges them.
+/// Prints the settings, or merges them into a file.
 pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
     let config = Config::load_or_default(args.config.as_deref())?;
     // The launcher runs in another directory.
@@ -85,7 +85,7 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Settings {
-    /// Returns the settings for the containerd that answered, else for the tested version.
+    /// Returns the settings for the containerd that responded, or else for the tested version.
     fn of(reading: &Reading, config: &Config, own: Option<PathBuf>) -> anyhow::Result<Self> {
         let told = reading.told.as_ref().map_err(|why| {
             eprintln!(
@@ -151,7 +151,8 @@ impl Settings {
         if self.set(&mut document).is_ok() { document.to_string() } else { String::new() }
     }
 
-    /// Returns whether this containerd has sandbox controllers of other processes; else it runs the launcher for each pod.
+    /// Returns whether this containerd supports sandbox controllers in other processes; else it runs the launcher for
+    /// each pod.
     fn has_controllers(&self) -> bool {
         self.version >= HAS_CONTROLLERS
     }
@@ -160,7 +161,7 @@ impl Settings {
         if self.has_controllers() { FORMATS_OF_2 } else { FORMATS_OF_1 }
     }
 
-    /// Sets what is needed in a configuration; keeps everything else, also comments. `path` is for error
+    /// Merges the needed settings into a configuration; keeps everything else, including comments. `path` is for error
     /// messages.
     fn merge(&self, text: &str, path: &Path) -> Result<String, MergeError> {
         let mut document: DocumentMut =
@@ -248,7 +249,7 @@ fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike
     Ok(at)
 }
 
-/// Sets a value unless it is equal; keeps the comment next to it.
+/// Sets a value unless it is equal; keeps the comment beside it.
 fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
     match table.get_mut(key).and_then(Item::as_value_mut) {
         Some(old) if same(old, &value) => {}
@@ -286,9 +287,9 @@ fn diff(path: &Path, old: &str, new: &str) -> String {
     TextDiff::from_lines(old, new).unified_diff().header(&name, &format!("{name} (merged)")).to_string()
 }
 
-/// Writes a new file with the old one's mode and renames it: readers see the old or the new one.
+/// Writes a new file with the old one's mode and renames it, so that readers see the old or the new file.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
-    // A symbolic link stays: its target is written.
+    // A symbolic link is kept: its target is written.
     let path = fs::canonicalize(path)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::Builder::new().prefix(".sandboxer-").tempfile_in(dir)?;

@@ -1,4 +1,4 @@
-//! `sandboxer-cli workload`: performance of workloads on any runtime.
+//! `sandboxer-cli workload`: the performance of workloads on any runtime.
 
 mod list;
 mod tables;
@@ -22,7 +22,7 @@ use sandboxer_probe::workload::{measure, report};
 use super::{interrupt, vm};
 use crate::{Global, render};
 
-/// Start and removal of a pod, ms; added to its tool's time to estimate the remaining time.
+/// Time to start and remove a pod, ms; added to its tool's time to estimate the remaining time.
 const POD_MS: u64 = 2_500;
 
 const EXAMPLES: &str = "\
@@ -45,9 +45,9 @@ pub struct Args {
     /// Probe to run; repeat for more [default: all that `workload list` shows]
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<String>,
-    /// Runtime handler, "native" for processes of this host, or "vm" for conventional VMs (QEMU's machine q35, Debian's kernel,
-    /// systemd); repeat to compare several: they alternate. The same one twice
-    /// ("runc" and "runc#2") shows how much two equal runtimes differ
+    /// Runtime handler, "native" for processes of this host, or "vm" for conventional VMs (QEMU's machine q35, Debian's
+    /// kernel, systemd); repeat to compare several: they alternate. The same one twice ("runc" and "runc#2") shows how
+    /// much two equal runtimes differ
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
     /// Unpacked image in which tools of the runtime "native" run: `make bench-native` makes one
@@ -56,19 +56,19 @@ pub struct Args {
     /// Unpacked image with compilers and checkers, for native runs of the probe pipeline
     #[arg(long, value_name = "DIR", requires = "native_root")]
     native_build_root: Option<PathBuf>,
-    /// Address of this host at which pods reach native servers [default: that of the default route]
+    /// Address of this host at which pods reach native servers [default: the default route's]
     #[arg(long, value_name = "ADDRESS", requires = "native_root")]
     native_address: Option<std::net::IpAddr>,
-    /// Disk of the VMs of the runtime "vm", with kernel and initrd beside it: `make bench-vm` makes one
+    /// Disk of the VMs of the runtime "vm", in a directory with its kernel and initrd: `make bench-vm` makes one
     #[arg(long, value_name = "FILE")]
     vm_image: Option<PathBuf>,
-    /// Address of this host at which pods reach servers in VMs [default: that of the default route]
+    /// Address of this host at which pods reach servers in VMs [default: the default route's]
     #[arg(long, value_name = "ADDRESS", requires = "vm_image")]
     vm_address: Option<std::net::IpAddr>,
     /// Runtime handler of the pods that clients of servers run in
     #[arg(long, default_value = "runc")]
     client_runtime: String,
-    /// Parameters: quick (scaled down) or paper (those of the studies)
+    /// Parameters: quick (scaled down) or paper (the studies')
     #[arg(long, default_value_t)]
     profile: Profile,
     /// Measured rounds: in each, every probe runs once on every runtime; ratios need four
@@ -83,8 +83,8 @@ pub struct Args {
     /// Memory of each pod, MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
     memory: u64,
-    /// Runtime handler whose containers do not see their limits, such as gVisor's: the requested ones are assumed, and the result
-    /// says so; repeat for more
+    /// Runtime handler whose containers do not see their limits, such as gVisor's: the requested ones are assumed, and
+    /// the result says so; repeat for more
     #[arg(long = "trust-limits", value_name = "RUNTIME")]
     trusted: Vec<String>,
     /// CRI endpoint of the container runtime
@@ -100,8 +100,8 @@ pub struct Args {
     /// Image with compilers and checkers, for the probe pipeline
     #[arg(long, default_value = "localhost/sandboxer/bench-build:latest")]
     build_image: String,
-    /// File that a power meter appends to, lines "time,watts" (RFC 3339 or seconds since 1970) [default: the processors' own
-    /// counters, if there are any]
+    /// File that a power meter appends to, lines "time,watts" (RFC 3339 or seconds since 1970) [default: the
+    /// processors' own counters, if there are any]
     #[arg(long, value_name = "FILE")]
     power_csv: Option<PathBuf>,
     /// Network of the pods: pod or host; servers and their clients need pod
@@ -207,7 +207,8 @@ fn chosen(names: &[String]) -> Result<Vec<Probe>> {
     Ok(all.into_iter().filter(|probe| names.is_empty() || names.contains(&probe.name)).collect())
 }
 
-/// Returns a progress bar on stderr, shown only on a terminal. Its length is time, for a good estimate from the first run on.
+/// Returns a progress bar on stderr, shown only on a terminal. Its unit is time, for a good estimate from the first run
+/// on.
 fn bar(plan: &Plan) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {percent} % {msg}, {eta} left");
     let length = plan.takes().as_millis() as u64 + plan.runs() * POD_MS;

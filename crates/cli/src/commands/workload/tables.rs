@@ -42,7 +42,7 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-/// Returns a second table: CPU time by role, and the work done for it.
+/// Returns a second table: CPU time by role, and the work done per CPU time.
 fn costs(report: &Report) -> String {
     if report.costs.is_empty() {
         return String::new();

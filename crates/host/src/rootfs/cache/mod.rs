@@ -36,8 +36,7 @@ use super::{
     superblock,
 };
 
-/// Incremented when images are created differently; older ones are then no longer found, and removed as
-/// unused.
+/// The version of the image format. Images of another version are not found, and are removed as unused.
 const FORMAT: &[u8] = b"sandboxer erofs 1";
 /// Prefix of images that may be shared: `shared-<key>-<nonce>.erofs`.
 const SHARED: &str = "shared-";
@@ -48,7 +47,7 @@ const UNFINISHED: &str = "unfinished-";
 /// Mount point of merged views, in their own mount namespaces.
 const WORK: &str = "work";
 
-/// Hash over a chain's identity, in hex.
+/// The hash over a chain's identity, in hex.
 pub type Key = String;
 type Building = Shared<BoxFuture<'static, Result<Lease, Arc<BuildError>>>>;
 
@@ -60,9 +59,9 @@ struct Store {
     dir: PathBuf,
     mkfs: PathBuf,
     most_bytes: u64,
-    /// One build per CPU: more would only compete for time and space.
+    /// The permits for builds, one per CPU: more would only compete for time and space.
     builds: Arc<Semaphore>,
-    /// A plain mutex: held for look-ups in memory only.
+    /// The state. The plain mutex is held for look-ups in memory only.
     state: Mutex<State>,
 }
 
@@ -146,7 +145,7 @@ impl Cache {
         self.lease_by_name(&mut self.state(), name)
     }
 
-    /// Returns the image of a chain's merged view; created once for all callers. `key` is the chain's, see
+    /// Returns the image of a chain's merged view, created once for all callers. `key` is the chain's key, from
     /// [`key_of`].
     pub async fn shared_image(&self, key: Key, chain: Chain) -> Result<Lease, Arc<BuildError>> {
         if let Some(lease) = self.kept(&key).await.map_err(Arc::new)? {
@@ -154,7 +153,7 @@ impl Cache {
         }
         let building = {
             let mut state = self.state();
-            // It may have been finished since.
+            // Another caller may have finished the image in the meantime.
             if let Some(name) = state.by_key.get(&key).cloned() {
                 return self.lease_by_name(&mut state, &name).ok_or(Arc::new(BuildError::Stopped));
             }
@@ -170,15 +169,15 @@ impl Cache {
         building.await
     }
 
-    /// Creates an image of a directory, for one container.
-    pub async fn private_image(&self, dir: PathBuf) -> Result<Lease, Arc<BuildError>> {
+    /// Creates an image for one container.
+    pub async fn private_image(&self, content: Content) -> Result<Lease, Arc<BuildError>> {
         let cache = self.clone();
-        // Completed even if the caller is dropped: then it has no lease, and is removed.
-        let made = tokio::spawn(async move { cache.build(None, Content::Directory(dir)).await });
+        // The build completes even if the caller is dropped: the image then has no lease, and is removed.
+        let made = tokio::spawn(async move { cache.build(None, content).await });
         made.await.unwrap_or(Err(BuildError::Stopped)).map_err(Arc::new)
     }
 
-    /// Returns an existing image that is not damaged.
+    /// Returns an existing, undamaged image.
     async fn kept(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
         let lease = {
             let mut state = self.state();
@@ -188,10 +187,14 @@ impl Cache {
         let Some(lease) = lease else { return Ok(None) };
         let path = lease.path();
         let whole = blocking(move || {
-            superblock::check(&path, FsType::Erofs)?;
-            // Its modification time tells the next daemon when it was last used.
-            let touched = File::open(&path).and_then(|file| file.set_modified(clock::now()));
-            touched.map_err(|source| BuildError::Path { action: "touch", path, source })
+            let failed = |action| {
+                let path = path.clone();
+                move |source| BuildError::Path { action, path, source }
+            };
+            let file = File::open(&path).map_err(failed("read image"))?;
+            superblock::check(&file, &path, FsType::Erofs)?;
+            // The modification time tells the next daemon when the image was last used.
+            file.set_modified(clock::now()).map_err(failed("touch"))
         });
         match whole.await {
             Ok(()) => Ok(Some(lease)),
@@ -222,7 +225,7 @@ impl Cache {
         async move { made.await.unwrap_or_else(|_| Err(Arc::new(BuildError::Stopped))) }.boxed().shared()
     }
 
-    /// Creates an image and leases it; removes unused images to have space.
+    /// Creates and leases an image; removes unused images to make space.
     async fn build(&self, key: Option<Key>, content: Content) -> Result<Lease, BuildError> {
         let permit = self.0.builds.clone().acquire_owned().await;
         let _permit = permit.map_err(|_| BuildError::Stopped)?;
@@ -234,7 +237,9 @@ impl Cache {
             image: unfinished.clone(),
         };
         match build::image(job(content.clone())).await {
-            Err(BuildError::Full { .. }) if self.evict(0) => build::image(job(content)).await?,
+            Err(BuildError::Full { needed, .. }) if self.could_fit(needed) && self.evict(0) => {
+                build::image(job(content)).await?
+            }
             made => made?,
         }
         let name = match &key {
@@ -242,7 +247,7 @@ impl Cache {
             None => format!("{PRIVATE}{}.erofs", nonce()),
         };
         let lease = self.keep(&unfinished, name, key).map_err(|source| {
-            // Missing if it already has its name; the first error is reported.
+            // The file is missing if it already has its final name. The first error is reported.
             let _ = fs::remove_file(&unfinished);
             BuildError::Path { action: "keep image", path: unfinished.clone(), source }
         })?;
@@ -271,6 +276,13 @@ impl Cache {
         Some(Lease { cache: self.clone(), name: name.to_owned() })
     }
 
+    /// Returns whether an image of `needed` bytes fits once all unused images are removed. For an image that never
+    /// fits, no other image is removed.
+    fn could_fit(&self, needed: u64) -> bool {
+        build::free_bytes(&self.0.dir)
+            .is_none_or(|free| needed <= free.saturating_add(self.state().unused_bytes()))
+    }
+
     /// Removes unused images: all private ones, then shared ones until they take at most `most` bytes.
     /// Returns whether any was removed.
     fn evict(&self, most: u64) -> bool {
@@ -291,8 +303,7 @@ impl Cache {
     }
 }
 
-/// Returns a chain's identity: committed layers never change, and a recreated directory has another inode or
-/// change time.
+/// Returns a chain's identity. Committed layers never change; a recreated directory has another inode or change time.
 pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     let mut hash = Sha256::new();
     let mut add = |field: &[u8]| {

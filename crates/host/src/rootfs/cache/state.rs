@@ -9,8 +9,8 @@ pub(super) struct State {
     pub(super) images: HashMap<String, Image>,
     pub(super) by_key: HashMap<Key, String>,
     pub(super) building: HashMap<Key, Building>,
-    /// Whether unused images may be removed. Before, VMs of an earlier daemon that have not been adopted yet
-    /// may use them.
+    /// Whether unused images may be removed. Until then, VMs of an earlier daemon that are not adopted yet may use
+    /// them.
     pub(super) settled: bool,
 }
 
@@ -19,7 +19,7 @@ pub(super) struct Image {
     pub(super) bytes: u64,
     pub(super) used: SystemTime,
     pub(super) leases: usize,
-    /// Key of a shared image; `None`: for one container only, removed with its last lease.
+    /// The key of a shared image; `None`: the image is for one container and is removed with its last lease.
     pub(super) key: Option<Key>,
 }
 
@@ -31,10 +31,13 @@ impl State {
             let entry = entry?;
             let Ok(name) = entry.file_name().into_string() else { continue };
             if name.starts_with(UNFINISHED) {
-                // An image, or mkfs.erofs' temporary directory.
-                match entry.file_type()?.is_dir() {
-                    true => fs::remove_dir_all(entry.path())?,
-                    false => fs::remove_file(entry.path())?,
+                // The entry is an image or mkfs.erofs' temporary directory.
+                let removed = match entry.file_type()?.is_dir() {
+                    true => fs::remove_dir_all(entry.path()),
+                    false => fs::remove_file(entry.path()),
+                };
+                if let Err(error) = removed {
+                    tracing::warn!(path = ?entry.path(), %error, "cannot remove an unfinished image; the next daemon does");
                 }
                 continue;
             }
@@ -55,7 +58,13 @@ impl State {
         Ok(state)
     }
 
-    /// Takes the images to remove out of the state; returns their names.
+    /// Returns the bytes of images that could be removed.
+    pub(super) fn unused_bytes(&self) -> u64 {
+        let unused = self.images.values().filter(|image| self.settled && image.leases == 0);
+        unused.map(|image| image.bytes).sum()
+    }
+
+    /// Removes from the state the images to delete, and returns their names.
     pub(super) fn victims(&mut self, most: u64) -> Vec<String> {
         if !self.settled {
             return Vec::new();

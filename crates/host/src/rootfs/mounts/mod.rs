@@ -60,13 +60,13 @@ pub enum Lower {
 /// Layers that overlayfs merges.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Chain {
-    /// Uppermost first; at least one.
+    /// The layers, uppermost first; at least one.
     pub dirs: Vec<PathBuf>,
     /// Mount options that change the merged view.
     pub options: Vec<String>,
 }
 
-/// The writable part.
+/// The writable part of a root file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WantedWritable {
     /// Guest memory.
@@ -75,7 +75,7 @@ pub enum WantedWritable {
     Scratch {
         /// The file.
         path: PathBuf,
-        /// Its size.
+        /// The size of the file system, bytes.
         size: u64,
     },
     /// The disk with the whole root file system.
@@ -89,11 +89,11 @@ pub enum WantedWritable {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("mount {index} of type {fstype:?} {reason}")]
 pub struct Refusal {
-    /// Its index among the mounts, from 0.
+    /// The index of the mount, from 0.
     pub index: usize,
-    /// Its type.
+    /// The type of the mount.
     pub fstype: String,
-    /// Why, and what to do.
+    /// The reason, and what to do.
     pub reason: String,
 }
 

@@ -12,7 +12,7 @@ pub(super) enum Input {
     Scratch { path: PathBuf, size: u64 },
 }
 
-/// The mounts before the last, and which of them are used.
+/// The mounts before the last, and whether each is used.
 #[derive(Debug)]
 pub(super) struct Inputs {
     pub(super) all: Vec<Input>,

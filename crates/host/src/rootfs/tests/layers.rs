@@ -56,7 +56,6 @@ pub fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
         set_xattr(&base.join(name), "user.shared", b"the same on many");
         set_xattr(&base.join(name), "user.own", name.as_bytes());
     }
-    set_xattr(&base.join("large"), "trusted.some", b"t");
 
     fs::create_dir(top.join("sub")).unwrap();
     mknod(&top.join("sub/gone"), SFlag::S_IFCHR, any, 0).unwrap();

@@ -115,7 +115,7 @@ pub fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
             Command::new("mount").args(["-t", "erofs", "-o", "loop,ro"]).arg(image).arg(at.path()).status();
         assert!(mounted.unwrap().success());
         let seen = see(at.path());
-        // Detached: a child that another test has just forked may hold a file of it until it executes.
+        // Detached: a child that another test has just forked may hold a file of the mount until it calls exec.
         nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
         seen
     })
@@ -130,7 +130,7 @@ pub fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
         let options = format!("lowerdir={}", list.join(":"));
         mount(Some("o"), at.path(), Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str())).unwrap();
         let seen = see(at.path());
-        // Detached: a child that another test has just forked may hold a file of it until it executes.
+        // Detached: a child that another test has just forked may hold a file of the mount until it calls exec.
         nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
         seen
     })

@@ -1,9 +1,9 @@
-//! ab of Apache 2.4.
+//! Parser for ab of Apache 2.4.
 
 use super::text::{after, check_rate, number, number_after, whole_lines};
 use super::{Figures, OutputError};
 
-/// Returns rate and times. Failed requests, or answers other than 2xx, make the whole run a failure.
+/// Returns rate and times. Failed requests, or responses other than 2xx, make the whole run a failure.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let (complete, failed) =
         (number_after(text, "Complete requests:")?, number_after(text, "Failed requests:")?);
@@ -23,7 +23,7 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
         ("p95_ms".into(), percentile("95%")?),
         ("p99_ms".into(), percentile("99%")?),
     ]);
-    // Its last line: what comes before is then whole, too.
+    // The last line of the output: if it is there, everything before it is complete.
     match whole_lines(text).any(|line| line.contains("(longest request)")) {
         true => Ok(figures),
         false => Err(OutputError::Missing("(longest request)")),

@@ -1,4 +1,4 @@
-//! fio 3.33, one job that either reads or writes.
+//! Parser for fio 3.33, with one job that either reads or writes.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -33,10 +33,10 @@ struct Latency {
     percentile: BTreeMap<String, f64>,
 }
 
-/// Parses bandwidth, rate and the percentiles of completion latency.
+/// Returns bandwidth, rate and the percentiles of completion latency.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let broken = |reason: String| OutputError::Json { tool: TOOL, reason };
-    // It warns ahead of its JSON.
+    // fio may print warnings before its JSON.
     let start = text.find('{').ok_or(OutputError::Missing("JSON of fio"))?;
     let output: Output = serde_json::from_str(&text[start..]).map_err(|error| broken(error.to_string()))?;
     let [job] = &output.jobs[..] else { return Err(broken(format!("it has {} jobs", output.jobs.len()))) };

@@ -1,4 +1,4 @@
-//! hackbench of rt-tests.
+//! Parser for hackbench of rt-tests.
 
 use super::text::number_after;
 use super::{Figures, OutputError};

@@ -1,10 +1,10 @@
-//! Our own helper: one line of JSON, with figures by their name.
+//! Parser for our own helper: one line of JSON, with figures by name.
 
 use serde::Deserialize;
 
 use super::{Figures, OutputError};
 
-/// Version of the line that is read.
+/// Supported version of the line.
 const SHAPE: u32 = 1;
 
 #[derive(Deserialize)]

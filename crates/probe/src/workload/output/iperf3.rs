@@ -1,4 +1,4 @@
-//! iperf3 3.12.
+//! Parsers for iperf3 3.12.
 
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("mbit_per_s".into(), received / 1e6), ("retransmits".into(), again)]))
 }
 
-/// Parses jitter and loss as the receiver saw them.
+/// Returns jitter and loss as the receiver saw them.
 pub fn udp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let sum = &end["sum"];

@@ -1,4 +1,4 @@
-//! Parsers of tools' output. A tool with other output has failed; the error names what is missing.
+//! Parsers of tools' output. Output in any other format counts as a failure; the error names what is missing.
 
 mod ab;
 mod fio;
@@ -26,33 +26,33 @@ pub enum OutputError {
     /// A number is invalid.
     #[error("{what} is '{found}', expected a number of at least 0")]
     Number {
-        /// The number's name.
+        /// Name of the number.
         what: &'static str,
-        /// The text.
+        /// The invalid text.
         found: String,
     },
     /// The JSON is invalid.
     #[error("the output is not JSON of {tool}: {reason}")]
     Json {
-        /// The tool.
+        /// Name of the tool.
         tool: &'static str,
-        /// What is wrong.
+        /// What is wrong with the JSON.
         reason: String,
     },
     /// The table is invalid.
     #[error("the output is not a table of {tool}: {reason}")]
     Table {
-        /// The tool.
+        /// Name of the tool.
         tool: &'static str,
-        /// What is wrong.
+        /// What is wrong with the table.
         reason: String,
     },
     /// The tool reports a failure.
     #[error("{tool} failed: {said}")]
     Failed {
-        /// The tool.
+        /// Name of the tool.
         tool: &'static str,
-        /// Its message.
+        /// The tool's message.
         said: String,
     },
     /// Two figures of one output contradict each other.
@@ -64,29 +64,29 @@ pub enum OutputError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// `sysbench cpu`.
+    /// Output of `sysbench cpu`.
     SysbenchCpu,
-    /// `sysbench memory`.
+    /// Output of `sysbench memory`.
     SysbenchMemory,
-    /// `sysbench fileio`.
+    /// Output of `sysbench fileio`.
     SysbenchFileio,
-    /// `sysbench oltp_*`.
+    /// Output of `sysbench oltp_*`.
     SysbenchOltp,
-    /// `hackbench`.
+    /// Output of `hackbench`.
     Hackbench,
-    /// Our own helper.
+    /// Output of our own helper.
     Helper,
-    /// `redis-benchmark --csv`.
+    /// Output of `redis-benchmark --csv`.
     RedisBenchmark,
-    /// `ab`.
+    /// Output of `ab`.
     Ab,
-    /// `iperf3 -J`, TCP.
+    /// Output of `iperf3 -J` over TCP.
     Iperf3Tcp,
-    /// `iperf3 -u -J`.
+    /// Output of `iperf3 -u -J`.
     Iperf3Udp,
-    /// `sockperf ping-pong`.
+    /// Output of `sockperf ping-pong`.
     Sockperf,
-    /// `fio --output-format=json`, one job.
+    /// Output of `fio --output-format=json` with one job.
     Fio,
 }
 
@@ -107,7 +107,7 @@ impl Format {
         Format::Fio,
     ];
 
-    /// Returns the figures of an output. Each one is finite and not negative.
+    /// Returns the figures of an output. Each is finite and not negative.
     pub fn parse(self, text: &str) -> Result<Figures, OutputError> {
         let figures = match self {
             Format::SysbenchCpu => sysbench::cpu(text),

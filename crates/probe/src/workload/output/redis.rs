@@ -1,20 +1,20 @@
-//! redis-benchmark of Redis 7: a table with a line per test.
+//! Parser for redis-benchmark of Redis 7: a table with one line per test.
 
 use super::text::number;
 use super::{Figures, OutputError};
 
 const TOOL: &str = "redis-benchmark";
 
-/// Columns that become figures, and how their names end.
+/// Columns that become figures, and the endings of their names.
 const COLUMNS: [(&str, &str); 3] =
     [("rps", "per_s"), ("p50_latency_ms", "p50_ms"), ("p99_latency_ms", "p99_ms")];
-/// Tests that must be there.
+/// Tests that the output must contain.
 const TESTS: [&str; 2] = ["SET", "GET"];
 
 /// Parses the tests SET and GET: "set_per_s", "set_p50_ms" and so on.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let broken = |reason: String| OutputError::Table { tool: TOOL, reason };
-    // A last line without an end may be a part of one.
+    // A last line without a newline may be incomplete.
     let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
     let start = whole.find("\"test\"").ok_or(OutputError::Missing("heading of redis-benchmark"))?;
     let mut rows = csv::Reader::from_reader(&whole.as_bytes()[start..]);

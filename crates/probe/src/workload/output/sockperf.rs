@@ -1,9 +1,9 @@
-//! sockperf 3.7.
+//! Parser for sockperf 3.7.
 
 use super::text::{number, whole_lines};
 use super::{Figures, OutputError};
 
-/// Lines "sockperf: ---> percentile 99.000 =   97.771", µs. Lost or repeated messages make the run a failure.
+/// Parses lines "sockperf: ---> percentile 99.000 =   97.771", µs. Lost or repeated messages make the run a failure.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let lost = whole_lines(text)
         .find(|line| line.contains("dropped messages = "))

@@ -1,4 +1,4 @@
-//! sysbench 1.0.
+//! Parsers for sysbench 1.0.
 
 use super::text::{after, check_rate, number, number_after};
 use super::{Figures, OutputError};
@@ -29,14 +29,14 @@ pub fn memory(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("mib_per_s".into(), rate)]))
 }
 
-/// Returns rates of `fileio`; checks the bandwidth against the requests, which have 16 KiB each.
+/// Returns the rates of `fileio`; checks the bandwidth against the requests, which have 16 KiB each.
 pub fn fileio(text: &str) -> Result<Figures, OutputError> {
     let both = |read: &'static str, written: &'static str| -> Result<f64, OutputError> {
         Ok(number_after(text, read)? + number_after(text, written)?)
     };
     let requests = both("reads/s:", "writes/s:")?;
     let rate = both("read, MiB/s:", "written, MiB/s:")?;
-    // Both are printed with two decimals: half of the last digit is nothing to complain about.
+    // Both are printed with two decimals, so a difference of half the last digit is accepted.
     let expected = requests * FILEIO_KIB / 1024.0;
     if (rate - expected).abs() > 0.02 * expected + 0.01 {
         return Err(OutputError::Contradiction(format!(
@@ -47,8 +47,8 @@ pub fn fileio(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("mib_per_s".into(), rate), ("fsyncs_per_s".into(), number_after(text, "fsyncs/s:")?)]))
 }
 
-/// Returns rates and latency of `oltp_*`: of lines "transactions: 4274 (1421.23 per sec.)" the number in brackets, which is
-/// checked against count and time.
+/// Returns the rates and latency of `oltp_*`. In lines like "transactions: 4274 (1421.23 per sec.)", the rate is in
+/// brackets; it is checked against count and time.
 pub fn oltp(text: &str) -> Result<Figures, OutputError> {
     let seconds = seconds(text)?;
     let bracketed = |label: &'static str| -> Result<(f64, f64), OutputError> {
@@ -104,7 +104,7 @@ mod tests {
         assert_eq!(figures["per_s"], 1421.23);
         assert_eq!((figures["queries_per_s"], figures["p95_ms"]), (22739.65, 15.0));
         assert_eq!(figures["ignored_errors"], 0.0);
-        // The study's error: the count of a run, taken for a rate.
+        // The study's error: it took the count of a run for a rate.
         let text = Format::SysbenchOltp.example().replace("(1421.23 per sec.)", "(4274 per sec.)");
         assert!(matches!(oltp(&text), Err(OutputError::Contradiction(_))));
     }

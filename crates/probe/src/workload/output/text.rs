@@ -3,8 +3,8 @@
 use super::OutputError;
 use crate::workload::log::plain;
 
-/// Returns the text after `label` in the first line that begins with it, without leading white space. Ignores a last line
-/// without a newline: it may be incomplete.
+/// Returns the text after `label` in the first line that begins with it, without leading white space. Ignores a last
+/// line without a newline, which may be incomplete.
 pub fn after<'a>(text: &'a str, label: &'static str) -> Result<&'a str, OutputError> {
     whole_lines(text)
         .find_map(|line| line.trim_start().strip_prefix(label))
@@ -31,7 +31,8 @@ pub fn number_after(text: &str, label: &'static str) -> Result<f64, OutputError>
     number(label, after(text, label)?)
 }
 
-/// Returns an error if rate and time contradict the count by more than 2 %: the rate may have been mistaken for a count.
+/// Returns an error if rate and time contradict the count by more than 2 %: a count may have been mistaken for the
+/// rate.
 pub fn check_rate(rate: f64, seconds: f64, count: f64) -> Result<(), OutputError> {
     if (rate * seconds - count).abs() <= 0.02 * count.max(1.0) {
         return Ok(());

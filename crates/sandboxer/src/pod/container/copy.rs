@@ -1,9 +1,8 @@
 //! Copies between a process in the guest and its FIFOs.
 //!
-//! Output is pulled from the agent by offset. A request for the next byte acknowledges all bytes before
-//! it, so no byte is acknowledged before it is in the FIFO. Input is pushed by offset. At most one message per stream is
-//! buffered. The next worker can read the progress of each stream: see
-//! [`spool`](super::spool).
+//! Output is pulled from the agent by offset. A request for the next byte acknowledges all bytes before it, so no byte
+//! is acknowledged before it is in the FIFO. Input is pushed by offset. At most one message per stream is buffered. The
+//! next worker can read the progress of each stream: see [`spool`](super::spool).
 
 use std::{io, pin::Pin, time::Duration};
 
@@ -18,25 +17,25 @@ use super::{
 
 /// Maximum bytes per call to the agent.
 const CHUNK: usize = 64 << 10;
-/// At the end of one output containerd detaches its clients from the other one, too: what it has not read of that by then does not
-/// reach them. So an output ends only after it was read, or after this time.
+/// Time limit for containerd to read the rest of an output before the output ends. When one stream ends, containerd
+/// detaches clients from the other as well, and unread output is lost.
 const READ_WITHIN: Duration = Duration::from_millis(100);
 
-/// Why a copy ended early.
+/// A reason why a copy ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The VM or the container has ended. Other code reports that.
+    /// The VM or the container has ended, which other code reports.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The FIFO failed.
+    /// Reading from or writing to the FIFO failed.
     #[error("cannot move bytes through the FIFO")]
     Fifo(#[from] io::Error),
-    /// The guest failed.
+    /// The guest returned output other than the requested bytes: its length and offset.
     #[error("agent sent {0} bytes from offset {1}, which is not what was asked for")]
     Misled(usize, u64),
 }
 
-/// Runs a copy and logs why it ended early.
+/// Runs a copy, and logs the reason if it ended early.
 pub async fn logged<C: Future<Output = Result<(), CopyError>>>(of: Subject, copy: Pin<Box<C>>) {
     match copy.await {
         Ok(()) => {}
@@ -47,7 +46,7 @@ pub async fn logged<C: Future<Output = Result<(), CopyError>>>(of: Subject, copy
     }
 }
 
-/// Copies an output until its end. `lost`: an earlier worker had copied an unknown part.
+/// Copies an output until its end. `lost`: whether an earlier worker had copied an unknown part.
 pub async fn copy_output(
     agent: Agent,
     of: Subject,
@@ -84,8 +83,8 @@ pub async fn copy_output(
     }
 }
 
-/// Returns whether an answer of a guest is valid: from the requested offset, not more than requested, and not empty, because
-/// the call waits for bytes.
+/// Returns whether a guest's response is valid: it starts at the requested offset, is not longer than requested, and is
+/// not empty, because the call waits for bytes.
 fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
     let length = answer.data.len();
     (request.resume || answer.offset == request.offset)
@@ -94,8 +93,8 @@ fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
         && (length > 0 || answer.end)
 }
 
-/// Copies the input until its end, or until `closer` is notified. `resume`: an earlier worker had begun; `lost`: and
-/// had taken an unknown part from the FIFO.
+/// Copies the input until its end, or until `closer` is notified. `resume`: whether an earlier worker had begun;
+/// `lost`: whether it had also taken an unknown part from the FIFO.
 pub async fn copy_input(
     agent: Agent,
     of: Subject,
@@ -112,7 +111,7 @@ pub async fn copy_input(
         end,
         ..Default::default()
     };
-    // Empty, at the beginning: the answer contains the progress of an earlier worker.
+    // An empty write at the beginning: the response contains the progress of an earlier worker.
     let mut offset = if resume { agent.write_input(message(0, Vec::new(), false)).await? } else { 0 };
     if i64::try_from(offset).is_err() {
         return Err(CopyError::Misled(0, offset));
@@ -129,8 +128,8 @@ pub async fn copy_input(
             offset += count;
             inlet.passed(offset)?;
         } else if ending {
-            // Bytes written before the close are in the FIFO already. Ask the kernel, not tokio,
-            // which may not have received the readiness yet.
+            // Bytes written before the close are in the FIFO already. The kernel knows that; tokio may not have
+            // received the readiness yet.
             if inlet.take_now(CHUNK)? == 0 {
                 agent.write_input(message(offset, Vec::new(), true)).await?;
                 return Ok(());

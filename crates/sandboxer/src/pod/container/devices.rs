@@ -1,4 +1,4 @@
-//! A container's devices: block devices of the host become disks of its VM, at the path asked for.
+//! A container's devices: block devices of the host become disks of its VM, at the requested path.
 
 use std::{
     fs, io,
@@ -17,26 +17,26 @@ use sandboxer_protocol::{
 use super::spec::unsupported;
 use crate::error::PodError;
 
-/// Character devices that have the same numbers on every kernel.
-const IN_EVERY_KERNEL: [(i64, i64); 7] = [
-    // null, zero, full, random, urandom
-    (1, 3),
-    (1, 5),
-    (1, 7),
-    (1, 8),
-    (1, 9),
-    // tty
-    (5, 0),
-    // fuse
-    (10, 229),
+/// Character devices that have the same numbers on every kernel, with their paths in the guest.
+const IN_EVERY_KERNEL: [((i64, i64), &str); 10] = [
+    ((1, 3), "/dev/null"),
+    ((1, 5), "/dev/zero"),
+    ((1, 7), "/dev/full"),
+    ((1, 8), "/dev/random"),
+    ((1, 9), "/dev/urandom"),
+    ((1, 11), "/dev/kmsg"),
+    ((5, 0), "/dev/tty"),
+    ((10, 200), "/dev/net/tun"),
+    ((10, 229), "/dev/fuse"),
+    ((10, 237), "/dev/loop-control"),
 ];
 
-/// Paths at which the guest's runtime creates such devices by default.
+/// Paths of such devices that the guest's runtime creates by default.
 const ALWAYS_THERE: [&str; 6] =
     ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
 
-/// Takes the devices out of a container's spec that its runtime can't make. Returns what the guest must have for
-/// them, and how the container shall see that.
+/// Removes from a container's spec the devices that its runtime cannot create. Returns what the guest must provide
+/// instead, and how it appears in the container.
 pub fn convert(
     container: &ContainerId,
     linux: &mut Linux,
@@ -68,7 +68,7 @@ pub fn convert(
                 });
                 needed.push(volume);
             }
-            LinuxDeviceType::C | LinuxDeviceType::U if IN_EVERY_KERNEL.contains(&number) => {
+            LinuxDeviceType::C | LinuxDeviceType::U if of_every_kernel(number).is_some() => {
                 if !ALWAYS_THERE.iter().any(|there| path == Path::new(there)) {
                     kept.push(device);
                 }
@@ -96,8 +96,20 @@ fn owner(device: &LinuxDevice) -> Owner {
 /// device that every kernel has. The guest adds the default devices and the container's own disks.
 pub fn holds_in_a_guest(rule: &LinuxDeviceCgroup) -> bool {
     let number = rule.major().zip(rule.minor());
-    let of_every_kernel = number.is_some_and(|number| IN_EVERY_KERNEL.contains(&number));
-    allows_all(rule) || rule.typ() == Some(LinuxDeviceType::C) && of_every_kernel
+    let is_of_every_kernel = number.and_then(of_every_kernel).is_some();
+    allows_all(rule) || rule.typ() == Some(LinuxDeviceType::C) && is_of_every_kernel
+}
+
+/// Returns the guest's path of a character device that every kernel has.
+fn of_every_kernel(number: (i64, i64)) -> Option<&'static Path> {
+    let found = IN_EVERY_KERNEL.iter().find(|(known, _)| *known == number);
+    found.map(|(_, path)| Path::new(*path))
+}
+
+/// Returns the guest's path of such a device if it is the source of a mount. Compares only the path, which is the same
+/// on every host, and does not access the host's file.
+pub fn mounted(source: &Path) -> Option<&'static Path> {
+    IN_EVERY_KERNEL.iter().map(|(_, path)| Path::new(*path)).find(|path| *path == source)
 }
 
 /// Returns whether a rule allows all devices.
@@ -112,8 +124,8 @@ fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool 
     rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
 }
 
-/// Returns whether a device has its host path in the container, so it was not requested by name. Only below /dev: elsewhere,
-/// a container's path may be a hung volume on the host.
+/// Returns whether a device has its host path in the container, so that it was not requested by name. True only below
+/// /dev: elsewhere, a container's path may be a hung volume on the host.
 fn is_the_hosts_own(device: &LinuxDevice) -> bool {
     let plain = device.path().components().all(|part| part != Component::ParentDir);
     plain
@@ -125,7 +137,7 @@ fn number_of(meta: &fs::Metadata) -> (i64, i64) {
     (major(meta.rdev()).into(), minor(meta.rdev()).into())
 }
 
-/// Returns the host's node of a block device.
+/// Returns the path of the host's node for a block device.
 fn node((major, minor): (i64, i64)) -> io::Result<PathBuf> {
     let events = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/uevent"))?;
     let name = events.lines().find_map(|line| line.strip_prefix("DEVNAME="));
@@ -159,12 +171,13 @@ mod tests {
                 {"path": "/dev/null", "type": "c", "major": 1, "minor": 3},
                 {"path": "/dev/nothing", "type": "c", "major": 1, "minor": 3},
                 {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
+                {"path": "/dev/net/tun", "type": "c", "major": 10, "minor": 200},
             ]),
             serde_json::json!([]),
         )
         .unwrap();
         let paths: Vec<_> = linux.devices().iter().flatten().map(|device| device.path().clone()).collect();
-        assert_eq!(paths, [Path::new("/dev/nothing"), Path::new("/dev/fuse")]);
+        assert_eq!(paths, ["/dev/nothing", "/dev/fuse", "/dev/net/tun"].map(Path::new));
         assert!(needed.is_empty());
         for (json, says) in [
             (
@@ -178,6 +191,14 @@ mod tests {
         ] {
             let error = convert_json(json, serde_json::json!([])).unwrap_err().to_string();
             assert!(error.contains(says) && error.contains("container c"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_device_of_every_kernel_that_is_mounted_is_the_guests() {
+        assert_eq!(mounted(Path::new("/dev/zero")), Some(Path::new("/dev/zero")));
+        for other in ["/dev", "/dev/nothing", "/dev/../dev/zero", "/proc/version"] {
+            assert_eq!(mounted(Path::new(other)), None, "{other}");
         }
     }
 

@@ -1,12 +1,14 @@
 //! Connects the FIFOs that containerd created with a process in the guest.
 //!
-//! The front keeps the FIFOs open, so that containerd sees an end of file when the process ends, and not when this worker dies.
+//! The front keeps the FIFOs open, so that containerd sees an end of file when the process ends, and not when this
+//! worker dies.
 
 use std::{
     io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use sandboxer_base::chain;
@@ -16,6 +18,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
 };
 use tokio::{sync::Notify, task::JoinSet};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     StdioPaths,
@@ -27,33 +30,34 @@ use crate::{
     front::{self, Front, Kept},
 };
 
-/// Names at the front of a process's streams: FIFO and memfd of stdin, stdout and stderr, as far as they exist.
+/// Kind of the front's entry with a process's streams: the FIFO and memfd of stdin, stdout and stderr, as far as they
+/// exist.
 const STREAMS: &str = "streams";
 
 /// The names of a process's streams.
 const STDIO: [&str; 3] = ["stdin", "stdout", "stderr"];
 
-/// A process's FIFOs, open.
+/// The open FIFOs of a process.
 #[derive(Debug, Default)]
 pub struct Io {
     stdin: Option<Inlet>,
     stdout: Option<Outlet>,
     stderr: Option<Outlet>,
     stderr_writer: Option<StderrWriter>,
-    /// Their copy at the front.
+    /// The streams' copy at the front.
     kept: Option<Kept>,
-    /// An earlier worker had copied an unknown part.
+    /// Whether an earlier worker had copied an unknown part.
     forgotten: bool,
 }
 
-/// Writes to a container's stderr for the daemon, when the guest cannot any more.
+/// Writes to a container's stderr for the daemon when the guest no longer can.
 ///
 /// While it exists, the FIFO has a writer, so containerd reads on until the process's exit is known.
 #[derive(Debug)]
 pub struct StderrWriter(OwnedFd);
 
 impl StderrWriter {
-    /// Writes one line, as much as the FIFO accepts.
+    /// Writes one line, or as much of it as the FIFO accepts.
     pub fn write_line(&self, words: &str) {
         if let Err(error) = rustix::io::write(&self.0, format!("sandboxer: {words}\n").as_bytes()) {
             tracing::debug!(%error, "cannot write to the container's standard error");
@@ -61,7 +65,7 @@ impl StderrWriter {
     }
 }
 
-/// Ends a running stdin copy after the content of its FIFO is delivered.
+/// Ends a running stdin copy after the content of its FIFO has been delivered.
 #[derive(Debug, Clone)]
 pub struct StdinCloser(Arc<Notify>);
 
@@ -71,70 +75,111 @@ impl StdinCloser {
         self.0.notify_one();
     }
 
-    /// Waits for the signal.
+    /// Waits for the signal of [`StdinCloser::close`].
     pub async fn closed(&self) {
         self.0.notified().await;
     }
 }
 
-/// The running copies of a process's streams. Dropping it ends them.
+/// The running copies of a process's streams. Dropping it ends the copies.
 #[derive(Debug)]
 pub struct RunningIo {
     outputs: JoinSet<()>,
-    /// Input is held back until it is notified.
+    /// Releases the input, which is held back until then.
     started: Arc<Notify>,
     // Held for its drop, which ends the copy.
-    _stdin: JoinSet<()>,
+    stdin: JoinSet<()>,
 }
 
 impl RunningIo {
-    /// Releases the input: the agent accepts none before the process has started.
-    pub fn let_in(&self) {
-        self.started.notify_one();
+    /// Returns the handle that releases the input: the agent accepts none before the process has started.
+    pub fn gate(&self) -> Arc<Notify> {
+        self.started.clone()
     }
 
-    /// Waits until all output is in the FIFOs.
-    pub async fn drained(&mut self) {
-        while self.outputs.join_next().await.is_some() {}
+    /// Ends the input, and waits until all output is in the FIFOs.
+    pub async fn drained(self) {
+        let Self { mut outputs, stdin, .. } = self;
+        drop(stdin);
+        while outputs.join_next().await.is_some() {}
     }
 }
 
-/// The process of the streams.
+/// The last output of an exited process, on its way into the FIFOs, which are closed after it. The exit is reported
+/// without waiting for it: containerd's clients may read slowly, or not at all.
+///
+/// Dropping it ends the copies of this worker, but the front keeps the streams for the next one.
+#[derive(Debug)]
+pub struct LastOutput {
+    passing: AbortOnDropHandle<()>,
+    kept: Option<Kept>,
+}
+
+impl LastOutput {
+    /// Delivers the output that `running` has not copied yet. `kept`: the streams at the front.
+    pub fn of(running: RunningIo, kept: Option<Kept>) -> Self {
+        let at_front = kept.clone();
+        let passing = tokio::spawn(async move {
+            running.drained().await;
+            if let Some(kept) = at_front {
+                kept.release();
+            }
+        });
+        Self { passing: AbortOnDropHandle::new(passing), kept }
+    }
+
+    /// Waits until all output has been delivered, but at most for `limit`; then the rest is lost.
+    pub async fn within(mut self, limit: Duration) {
+        if tokio::time::timeout(limit, &mut self.passing).await.is_err() {
+            self.give_up();
+        }
+    }
+
+    /// Closes the streams; output that has not been delivered is lost.
+    pub fn give_up(self) {
+        drop(self.passing);
+        if let Some(kept) = self.kept {
+            kept.release();
+        }
+    }
+}
+
+/// The process that the streams belong to.
 #[derive(Debug, Clone)]
 pub struct Subject {
     /// The container.
     pub container: ContainerId,
-    /// The exec, or the container's init.
+    /// The exec; `None`: the container's init.
     pub exec: Option<ExecId>,
 }
 
 impl Subject {
-    /// Returns the key under which the front keeps it.
+    /// Returns the key of the process's entry of this `kind` at the front.
     pub fn key(&self, kind: &str) -> String {
         front::key(kind, &self.container, self.exec.as_ref())
     }
 }
 
 impl Io {
-    /// Opens the FIFOs, and stores them at the front until [`Io::let_go`] or the process's exit; containerd need not have
-    /// its ends open.
+    /// Opens the FIFOs, and stores them at the front until [`Io::let_go`] or the process's exit; containerd need not
+    /// have opened its ends.
     ///
-    /// Outputs are also opened for reading: a write then never fails without a reader, so a
-    /// restart of containerd does not break a container. Input is not: it ends when its last writer
-    /// closes, which some clients do instead of a CloseIO request.
+    /// Outputs are also opened for reading: a write then never fails without a reader, so a restart of containerd does
+    /// not break a container. Input is not: it ends when its last writer closes, which some clients do instead of a
+    /// CloseIO request.
     pub fn open(
         front: &Arc<Front>,
         pod: &SandboxId,
         subject: &Subject,
         paths: &StdioPaths,
     ) -> Result<Self, PodError> {
-        // Those that an earlier worker opened for the same request: containerd has them open and must not see
-        // an end of file in between.
+        // The FIFOs that an earlier worker opened for the same request: containerd has them open and must not see an
+        // end of file in between.
         if let Ok(Some(io)) = Self::inherit(front, subject, paths) {
             return Ok(io);
         }
         let opened = Self::open_anew(front, pod, subject, paths);
-        // Stored as one by now, or closed.
+        // The single entries have been merged into one by now, or closed.
         STDIO.iter().for_each(|stream| front.forget(&opening(subject, stream)));
         opened
     }
@@ -176,13 +221,13 @@ impl Io {
         Ok(io)
     }
 
-    /// Adopts the streams of a process that an earlier worker started: those that the front has kept, or the
-    /// FIFOs opened again. If they are gone, its output is lost; its exit is still reported.
+    /// Adopts the streams of a process that an earlier worker started: those the front has kept, or the FIFOs opened
+    /// again. If they are gone, the output is lost; the exit is still reported.
     pub fn take_up(front: &Arc<Front>, pod: &SandboxId, subject: &Subject, paths: &StdioPaths) -> Self {
         match Self::inherit(front, subject, paths) {
             Ok(Some(io)) => return io,
             Ok(None) if front.is_new() => {}
-            // It had exited, and they were released.
+            // The process had exited, and its streams were released.
             Ok(None) => return Self::default(),
             Err(error) => {
                 tracing::warn!(container = %subject.container, %error, "cannot use the stored streams of the process");
@@ -198,10 +243,19 @@ impl Io {
         }
     }
 
+    /// Adopts the streams of an exited process, if an earlier worker had not delivered its last output.
+    pub fn take_up_rest(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> Option<Self> {
+        Self::inherit(front, subject, paths).unwrap_or_else(|error| {
+            tracing::warn!(container = %subject.container, %error, "the last output of the process is lost");
+            front.forget(&subject.key(STREAMS));
+            None
+        })
+    }
+
     fn inherit(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> io::Result<Option<Self>> {
         let Some((entry, kept)) = front.take_kept(&subject.key(STREAMS)) else { return Ok(None) };
-        // If the earlier worker was killed before it reported this, the front has single copies too: containerd would not
-        // see the end of file.
+        // If the earlier worker was killed before it reported this, the front has single copies too, and containerd
+        // would not see the end of file.
         let opened = STDIO.map(|stream| opening(subject, stream));
         opened.iter().filter(|key| front.has(key)).for_each(|key| front.forget(key));
         if entry.note::<StdioPaths>().as_ref() != Some(paths) {
@@ -234,12 +288,12 @@ impl Io {
         Ok(())
     }
 
-    /// Takes the daemon's writer of the process's stderr; there is one.
+    /// Takes the daemon's writer of the process's stderr; there is only one.
     pub fn take_stderr_writer(&mut self) -> Option<StderrWriter> {
         self.stderr_writer.take()
     }
 
-    /// Returns its copy at the front.
+    /// Returns the handle of the streams' copy at the front.
     pub fn kept(&self) -> Option<Kept> {
         self.kept.clone()
     }
@@ -251,14 +305,14 @@ impl Io {
         }
     }
 
-    /// Starts the copies. `resume`: the process was started by an earlier worker.
+    /// Starts the copies. `resume`: whether an earlier worker started the process.
     pub fn run(self, agent: &Agent, subject: &Subject, resume: bool) -> (RunningIo, Option<StdinCloser>) {
         let lost = resume && self.forgotten;
         let mut outputs = JoinSet::new();
         for (stream, outlet) in [(OutputStream::STDOUT, self.stdout), (OutputStream::STDERR, self.stderr)] {
             if let Some(outlet) = outlet {
                 let copy = copy_output(agent.clone(), subject.clone(), stream, outlet, lost);
-                // Boxed: what waits for it has space for it twice.
+                // Boxed: the waiting future would reserve space for it twice.
                 outputs.spawn(logged(subject.clone(), Box::pin(copy)));
             }
         }
@@ -275,15 +329,15 @@ impl Io {
             });
             closer
         });
-        let running = RunningIo { outputs, started, _stdin: stdin };
+        let running = RunningIo { outputs, started, stdin };
         if resume {
-            running.let_in();
+            running.started.notify_one();
         }
         (running, closer)
     }
 }
 
-/// Returns the name at the front of a single FIFO of a process, until all of them are stored as one.
+/// Returns the key at the front of a single FIFO of a process, until all of them are stored as one entry.
 fn opening(subject: &Subject, stream: &str) -> String {
     subject.key(&format!("opening-{stream}"))
 }

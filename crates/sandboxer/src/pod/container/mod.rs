@@ -4,6 +4,7 @@ mod copy;
 mod devices;
 pub mod io;
 mod mounts;
+pub mod resources;
 pub mod spec;
 pub mod spool;
 pub mod start;
@@ -13,7 +14,7 @@ use std::{collections::HashMap, path::PathBuf, sync::Arc};
 
 use sandboxer_host::rootfs::{Lease, Mount};
 use sandboxer_protocol::id::{ContainerId, ExecId};
-use sandboxer_vmm::DiskSpec;
+use sandboxer_vmm::DiskRecord;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -29,31 +30,31 @@ use crate::{
 /// Exit code of a process that ended with its VM, as for SIGKILL.
 pub const KILLED: u32 = 137;
 
-/// A requested container.
+/// The parameters of a container to create.
 #[derive(Debug)]
 pub struct NewContainer {
-    /// containerd's id.
+    /// The container's id at containerd.
     pub id: ContainerId,
-    /// Its bundle directory, with `config.json`.
+    /// The container's bundle directory, with `config.json`.
     pub bundle: PathBuf,
-    /// The snapshot's mounts.
+    /// The mounts of the container's snapshot.
     pub mounts: Vec<Mount>,
-    /// Its FIFOs.
+    /// The FIFOs of the container's init.
     pub stdio: StdioPaths,
-    /// Containers that run in its pod; set by the pod's task.
+    /// Containers that run in the same pod; set by the pod's task.
     pub beside: Vec<ContainerId>,
 }
 
 /// FIFOs of a process on the host; an empty path means no such stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StdioPaths {
-    /// Read by the process.
+    /// The FIFO that the process reads.
     pub stdin: PathBuf,
-    /// Written by the process.
+    /// The FIFO that the process writes.
     pub stdout: PathBuf,
-    /// Written by the process; unused with a terminal.
+    /// The FIFO that the process writes errors to; unused with a terminal.
     pub stderr: PathBuf,
-    /// One terminal instead of three pipes.
+    /// Whether the process has one terminal instead of three pipes.
     pub terminal: bool,
 }
 
@@ -62,32 +63,32 @@ pub struct StdioPaths {
 pub struct Exit {
     /// Exit code, or 128 + signal.
     pub code: u32,
-    /// Time, ns since 1970.
+    /// Time of the exit, ns since 1970.
     pub at_ns: u64,
-    /// The reason, if the code alone does not say it; else empty.
+    /// The reason, if the code alone does not show it; else empty.
     pub reason: String,
 }
 
-/// The phase of a process. Readable without a request to the pod's task.
+/// The phase of a process, readable without a request to the pod's task.
 ///
 /// ```text
 /// Created ──start──▶ Starting ──▶ Running ──▶ Exited
-///    ╰──────────── killed, or its pod stopped ───▶╯
+///    ╰───────── a signal, or its pod stopped ────▶╯
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
-    /// Created; waits for its start.
+    /// The process is created and waits for its start.
     Created,
-    /// Starting.
+    /// The start of the process is in progress.
     Starting,
-    /// Running.
+    /// The process is running.
     Running,
-    /// Exited.
+    /// The process has exited.
     Exited(Exit),
 }
 
 impl Phase {
-    /// Returns the phase for messages.
+    /// Returns the phase's name, for messages.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Phase::Created => "created",
@@ -97,7 +98,7 @@ impl Phase {
         }
     }
 
-    /// Returns its exit, if it has exited.
+    /// Returns the exit, if the process has exited.
     pub const fn exit(&self) -> Option<&Exit> {
         match self {
             Phase::Exited(exit) => Some(exit),
@@ -109,19 +110,29 @@ impl Phase {
 /// A process: a container's init or an exec.
 #[derive(Debug)]
 pub struct Process {
-    /// Guest pid; 0 before its creation.
+    /// PID in the guest; 0 before the process is created.
     pub pid: u32,
-    /// Its FIFOs.
+    /// The process's FIFOs.
     pub stdio: StdioPaths,
-    /// Its state.
+    /// The process's phase.
     pub phase: watch::Sender<Phase>,
-    /// Its streams, until they are copied.
+    /// The process's streams, until they are copied.
     pub io: Option<io::Io>,
-    /// Writes to its stderr if the guest cannot; until it has exited.
+    /// Writes to the process's stderr when the guest cannot; present until the exit.
     pub stderr_writer: Option<io::StderrWriter>,
-    /// Tells the running stdin copy to finish.
+    /// The copies of the process's streams, while it runs.
+    pub running: Option<io::RunningIo>,
+    /// Signals the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
-    /// The front's copies of its streams, until it has exited.
+    /// Whether the process's stdin was closed before its start.
+    pub is_stdin_closed: bool,
+    /// The process's output after its exit.
+    pub last_output: Option<io::LastOutput>,
+    /// Whether the pod's task waits for the process's exit.
+    pub is_followed: bool,
+    /// The process's exit, if it came during the start.
+    pub early_exit: Option<Exit>,
+    /// The front's copies of the process's streams, until it has exited.
     kept: Option<Kept>,
 }
 
@@ -135,14 +146,28 @@ impl Process {
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
         let kept = io.as_ref().and_then(io::Io::kept);
-        Self { pid, stdio, phase: watch::Sender::new(phase), io, stderr_writer, stdin: None, kept }
+        Self {
+            pid,
+            stdio,
+            phase: watch::Sender::new(phase),
+            io,
+            stderr_writer,
+            running: None,
+            stdin: None,
+            is_stdin_closed: false,
+            last_output: None,
+            is_followed: false,
+            early_exit: None,
+            kept,
+        }
     }
 
-    /// Records its exit, unless that is known already, and releases its streams.
+    /// Records the exit, unless it is already known. The streams are closed after the last output.
     pub fn end(&mut self, exit: Exit) {
         self.io = None;
         self.stderr_writer = None;
         self.stdin = None;
+        self.pass_last_output();
         if let Some(kept) = self.kept.take() {
             kept.release();
         }
@@ -151,7 +176,23 @@ impl Process {
         }
     }
 
-    /// Returns whether it has exited.
+    /// Records the exit as [`Process::end`] does, and closes the streams now.
+    pub fn close(&mut self, exit: Exit) {
+        self.running = None;
+        self.end(exit);
+        if let Some(last_output) = self.last_output.take() {
+            last_output.give_up();
+        }
+    }
+
+    /// Delivers the last output of an exited process, if its streams are copied.
+    pub fn pass_last_output(&mut self) {
+        if let Some(running) = self.running.take() {
+            self.last_output = Some(io::LastOutput::of(running, self.kept.take()));
+        }
+    }
+
+    /// Returns whether the process has exited.
     pub fn has_exited(&self) -> bool {
         matches!(*self.phase.borrow(), Phase::Exited(_))
     }
@@ -171,32 +212,37 @@ impl Process {
 /// A container of a pod.
 #[derive(Debug)]
 pub struct Container {
-    /// Its bundle directory.
+    /// The container's bundle directory.
     pub bundle: PathBuf,
-    /// Disks attached for it.
-    pub disks: Vec<DiskSpec>,
-    /// Prevents the eviction of its disk images.
+    /// Disks attached for the container.
+    pub disks: Vec<DiskRecord>,
+    /// Leases that prevent the eviction of the container's disk images.
     pub leases: Vec<Lease>,
-    /// Path of its termination message on the host.
+    /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, as a list; none: all.
+    /// CPUs of the host that the container may use, as a list; `None`: all.
     pub cpus: Option<String>,
-    /// Memory nodes of the host that it may use, as a list; none: all.
+    /// Memory nodes of the host that the container may use, as a list; `None`: all.
     pub mems: Option<String>,
-    /// Its limits. A change of limits in progress has them, too.
+    /// The container's limits, shared with a change of limits in progress.
     pub limits: Arc<SharedLimits>,
-    /// Its init.
+    /// The container's init.
     pub init: Process,
-    /// Its execs.
+    /// The container's execs.
     pub execs: HashMap<ExecId, Process>,
-    /// Paused.
+    /// Whether the container is paused.
     pub paused: bool,
-    /// The steps of its start.
+    /// The stages of the container's start.
     pub stages: Stages,
 }
 
 impl Container {
-    /// Returns its init (no `exec`) or an exec.
+    /// Returns the container's init and execs.
+    pub fn processes_mut(&mut self) -> impl Iterator<Item = &mut Process> {
+        std::iter::once(&mut self.init).chain(self.execs.values_mut())
+    }
+
+    /// Returns the container's init (no `exec`) or an exec.
     pub fn process(&self, exec: Option<&ExecId>) -> Option<&Process> {
         match exec {
             None => Some(&self.init),
@@ -204,7 +250,7 @@ impl Container {
         }
     }
 
-    /// Returns its init (no `exec`) or an exec.
+    /// Returns the container's init (no `exec`) or an exec.
     pub fn process_mut(&mut self, exec: Option<&ExecId>) -> Option<&mut Process> {
         match exec {
             None => Some(&mut self.init),

@@ -9,66 +9,103 @@ use std::{
 use oci_spec::runtime::{Mount, MountBuilder};
 use sandboxer_host::{
     helper::Helpers,
-    volume::{Bound, Kind, Needed, Volume, VolumeError},
+    volume::{Bound, Kind, Looked, Needed, Volume, VolumeError},
 };
-use sandboxer_protocol::{agent::File, id::ContainerId};
+use sandboxer_protocol::{IMAGE_VOLUME, agent::File, id::ContainerId};
 use sandboxer_share::attach::Access;
 
-use super::spec::{invalid, unsupported};
+use super::{
+    devices,
+    spec::{invalid, unsupported},
+};
 use crate::{error::PodError, pod::spec::PodSpec, share::Share};
 
 /// File systems that a guest mounts by itself.
 const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
 
-/// Shared by all containers of a pod, unless one of them has a volume there.
+/// Options of an image volume that mean the same in a guest.
+const IMAGE_VOLUME_OPTIONS: [&str; 4] = ["bind", "rbind", "ro", "rw"];
+
+/// Memory shared by all containers of a pod, unless one of them has a volume there.
 const SHARED_MEMORY: &str = "/dev/shm";
 
 /// A container's mounts by kind.
 #[derive(Debug, Default)]
 pub struct Mounts {
-    /// Mounted by the guest's runtime.
+    /// Mounts that the guest's runtime performs.
     pub kept: Vec<Mount>,
     /// Files copied into the container.
     pub files: Vec<File>,
-    /// Volumes that the guest must have before.
+    /// Volumes that the guest must have first.
     pub needed: Vec<Needed>,
     /// The live shares of the guest.
     pub shares: Vec<Share>,
     /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
+    /// Whether the image has volumes, which are on the container's disk.
+    pub has_image_volumes: bool,
 }
 
-/// Sources of bind mounts, by their index in the container's mounts, with the content of files.
-pub type Looked = HashMap<usize, (Bound, Vec<u8>)>;
+/// Sources of bind mounts, by their index in the container's mounts.
+pub type AllLooked = HashMap<usize, Looked>;
 
 /// Reads the sources of a container's bind mounts in helper processes.
-pub async fn look(helpers: &Helpers, pod: &PodSpec, mounts: &[Mount]) -> Result<Looked, PodError> {
-    let mut looked = Looked::new();
-    for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount)) {
+pub async fn look(
+    helpers: &Helpers,
+    pod: &PodSpec,
+    container: &ContainerId,
+    mounts: &[Mount],
+) -> Result<AllLooked, PodError> {
+    let helpers = helpers.of(&pod.uid);
+    let mut looked = AllLooked::new();
+    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
+    let is_on_disk = |mount: &Mount| pod.image_volumes_on_disk && is_image_volume(container, mount);
+    for (at, mount) in binds.filter(|(_, mount)| !is_on_disk(mount)) {
         looked.insert(at, helpers.look(&pod.id, mount).await.map_err(VolumeError::from)?);
     }
     Ok(looked)
 }
 
-/// Reads the sources of bind mounts in this thread; for sources that cannot hang.
+/// Reads the sources of bind mounts of the pod of `kubelet` in this thread; for sources that cannot hang.
 #[cfg(any(test, fuzzing))]
-pub fn looked_at(mounts: &[Mount]) -> Result<Looked, PodError> {
+pub fn looked_at(kubelet: &sandboxer_host::volume::Kubelet, mounts: &[Mount]) -> Result<AllLooked, PodError> {
     let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
-    Ok(binds.map(|(at, mount)| Ok((at, Bound::look(mount)?))).collect::<Result<_, VolumeError>>()?)
+    Ok(binds.map(|(at, mount)| Ok((at, Looked::at(mount, kubelet)?))).collect::<Result<_, VolumeError>>()?)
 }
 
 /// Returns whether a mount's source is a path.
 fn is_looked_at(mount: &Mount) -> bool {
     let fstype = mount.typ().as_deref().unwrap_or("");
-    is_bind(mount) && !is_the_pods_shared_memory(mount) && !GUEST_FILE_SYSTEMS.contains(&fstype)
+    is_bind(mount)
+        && !is_the_pods_shared_memory(mount)
+        && !GUEST_FILE_SYSTEMS.contains(&fstype)
+        && device(mount).is_none()
 }
 
-/// Sorts the mounts of `container`, whose bind mounts are in `looked`; unsupported mounts are rejected by name.
+/// Returns whether a mount is a volume of the container's image. containerd creates a directory for it in its own,
+/// `…/containers/<id>/volumes/<random>`, with the content of the image. Nobody knows the container's id before, so no
+/// pod can name such a path.
+fn is_image_volume(container: &ContainerId, mount: &Mount) -> bool {
+    let mut parts = mount.source().iter().flat_map(|source| source.iter()).rev();
+    is_bind(mount)
+        && mount.source().as_deref().is_some_and(Path::is_absolute)
+        && parts.next().is_some()
+        && parts.next().is_some_and(|part| part == "volumes")
+        && parts.next().is_some_and(|part| part == container.as_str())
+        && parts.next().is_some_and(|part| part == "containers")
+}
+
+/// Returns the guest's path of the device that a bind mount provides, if every kernel has it.
+fn device(mount: &Mount) -> Option<&'static Path> {
+    devices::mounted(mount.source().as_deref().filter(|_| is_bind(mount))?)
+}
+
+/// Sorts the mounts of `container`, whose bind mounts are in `looked`; rejects unsupported mounts by name.
 pub fn convert(
     pod: &PodSpec,
     container: &ContainerId,
     mounts: Vec<Mount>,
-    mut looked: Looked,
+    mut looked: AllLooked,
 ) -> Result<Mounts, PodError> {
     let mut all = Mounts { files: files(pod), ..Default::default() };
     for (at, mount) in mounts.into_iter().enumerate() {
@@ -82,8 +119,18 @@ pub fn convert(
             // Mounted below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             all.kept.push(mount);
-        } else if let Some((bound, content)) = looked.remove(&at) {
-            all.bind(pod, container, bound, content)?;
+        } else if pod.image_volumes_on_disk && is_image_volume(container, &mount) {
+            let options = mount.options().iter().flatten();
+            let kept = options.filter(|option| IMAGE_VOLUME_OPTIONS.contains(&option.as_str())).cloned();
+            all.kept.push(bind(container, mount.destination(), IMAGE_VOLUME.into(), kept.collect())?);
+            all.has_image_volumes = true;
+        } else if let Some(node) = device(&mount) {
+            let read_only = mount.options().iter().flatten().any(|option| option == "ro");
+            let access = if read_only { "ro" } else { "rw" };
+            let options = vec!["bind".to_owned(), access.to_owned()];
+            all.kept.push(bind(container, mount.destination(), node.to_owned(), options)?);
+        } else if let Some(looked) = looked.remove(&at) {
+            all.bind(pod, container, looked)?;
         } else {
             let what = format!("volume {} (of type {fstype:?})", mount.destination().display());
             return Err(unsupported(container, &what, "it is none that a guest can mount by itself"));
@@ -101,8 +148,7 @@ impl Mounts {
         &mut self,
         pod: &PodSpec,
         container: &ContainerId,
-        Bound { volume, file, inode }: Bound,
-        content: Vec<u8>,
+        Looked { bound: Bound { volume, file, inode }, content, source: found }: Looked,
     ) -> Result<(), PodError> {
         if let Some(meta) = file {
             let is_message = volume.kind == Kind::TerminationMessage;
@@ -122,7 +168,7 @@ impl Mounts {
             return Ok(());
         }
         match &volume.kind {
-            // These are copied.
+            // Files are copied.
             Kind::File | Kind::TerminationMessage => {}
             Kind::Projected | Kind::ProjectedPart | Kind::EmptyDir(_) => {
                 if let Some((needed, at)) = volume.needed() {
@@ -141,8 +187,14 @@ impl Mounts {
                         Access::ReadOnly
                     }
                 };
-                let share = Share::of(&source, inode, access, follows_host_mounts).map_err(|error| {
-                    PodError::Path { pod: pod.id.clone(), action: "look at", path: source, source: error }
+                let found = found.ok_or_else(|| std::io::ErrorKind::NotFound.into());
+                let share =
+                    found.and_then(|found| Share::of(&source, found, inode, access, follows_host_mounts));
+                let share = share.map_err(|error| PodError::Path {
+                    pod: pod.id.clone(),
+                    action: "look at",
+                    path: source,
+                    source: error,
                 })?;
                 self.kept.push(bind(container, &at, share.guest_path(), options)?);
                 self.shares.push(share);
@@ -151,15 +203,15 @@ impl Mounts {
         Ok(())
     }
 
-    /// Adds a file to copy; it replaces an earlier one with the same path.
+    /// Adds a file to copy; replaces an earlier one with the same path.
     fn copy(&mut self, file: File) {
         self.files.retain(|other| other.path != file.path);
         self.files.push(file);
     }
 }
 
-/// Returns whether this is containerd's mount at /dev/shm: a tmpfs, the host's own, or the one created for the
-/// pod on the host, `…/sandboxes/<id>/shm`.
+/// Returns whether this is containerd's mount at /dev/shm: a tmpfs, the host's own, or the one created for the pod on
+/// the host, `…/sandboxes/<id>/shm`.
 fn is_the_pods_shared_memory(mount: &Mount) -> bool {
     let source = mount.source().as_deref().unwrap_or(Path::new(""));
     let of_a_pod =
@@ -202,7 +254,7 @@ fn files(pod: &PodSpec) -> Vec<File> {
     files
 }
 
-/// Returns the file as kubelet writes it, which it does only for its own pods.
+/// Returns `/etc/hosts` as kubelet writes it, which it does only for its own pods.
 fn hosts(pod: &PodSpec) -> String {
     let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
     let alone = [IpAddr::from([127, 0, 1, 1])];
@@ -216,6 +268,8 @@ fn hosts(pod: &PodSpec) -> String {
 mod tests {
     use std::{fs, os::unix::fs::MetadataExt};
 
+    use sandboxer_host::volume::Kubelet;
+
     use super::*;
     use crate::pod::journal::tests::record;
 
@@ -225,7 +279,12 @@ mod tests {
     }
 
     fn converted(mounts: Vec<Mount>) -> Result<Mounts, PodError> {
-        let looked = looked_at(&mounts)?;
+        converted_at(Path::new("/nowhere"), mounts)
+    }
+
+    /// Converts mounts of the pod with uid "u", whose kubelet has this root directory.
+    fn converted_at(root: &Path, mounts: Vec<Mount>) -> Result<Mounts, PodError> {
+        let looked = looked_at(&Kubelet { root: root.to_owned(), uid: "u".to_owned() }, &mounts)?;
         convert(&record("p").spec, &"c".parse().unwrap(), mounts, looked)
     }
 
@@ -238,12 +297,37 @@ mod tests {
     }
 
     #[test]
+    fn a_volume_of_the_image_is_on_the_containers_disk_and_no_other_path_is_one() {
+        let pod = PodSpec { image_volumes_on_disk: true, ..record("p").spec };
+        let dir = tempfile::tempdir().unwrap();
+        let own = dir.path().join("containers/c/volumes/0a");
+        let all = |source: &Path| {
+            let mounts = vec![mount("/data", source, &["rbind", "rprivate", "rw"])];
+            let kubelet = Kubelet { root: dir.path().into(), uid: "u".to_owned() };
+            let looked = if source == own { AllLooked::new() } else { looked_at(&kubelet, &mounts).unwrap() };
+            convert(&pod, &"c".parse().unwrap(), mounts, looked).unwrap()
+        };
+        let on_disk = all(&own);
+        assert!(on_disk.has_image_volumes && on_disk.shares.is_empty());
+        assert_eq!(on_disk.kept[0].source().as_deref(), Some(Path::new(IMAGE_VOLUME)));
+        assert_eq!(on_disk.kept[0].options().clone().unwrap(), ["rbind", "rw"]);
+        for other in ["containers/d/volumes/0a", "containers/c/volumes", "c/volumes/0a"] {
+            let other = dir.path().join(other);
+            fs::create_dir_all(&other).unwrap();
+            let shared = all(&other);
+            assert!(!shared.has_image_volumes && shared.shares.len() == 1, "{other:?}");
+        }
+    }
+
+    #[test]
     fn a_host_directory_is_shared_and_mounted_from_where_the_guest_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rslave"])]).unwrap();
         let found = fs::metadata(dir.path()).unwrap();
         let inode = (found.dev(), found.ino());
-        assert_eq!(all.shares, [Share::of(dir.path(), inode, Access::ReadOnly, true).unwrap()]);
+        let opened = fs::File::open(dir.path()).unwrap().into();
+        let share = Share::of(dir.path(), opened, inode, Access::ReadOnly, true).unwrap();
+        assert_eq!(all.shares[0].guest_path(), share.guest_path());
         let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
         assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
         assert_eq!(kept.options().clone().unwrap(), ["rbind"], "the host holds it to that");
@@ -266,7 +350,7 @@ mod tests {
         let volume = dir.path().join("pods/u/volumes/kubernetes.io~empty-dir/shm");
         fs::create_dir_all(&volume).unwrap();
         let source = |mounts| {
-            let kept = converted(mounts).unwrap().kept;
+            let kept = converted_at(dir.path(), mounts).unwrap().kept;
             let mut found = kept.iter().filter(|mount| mount.destination() == Path::new("/dev/shm"));
             let source = found.next().unwrap().source().clone().unwrap();
             assert_eq!(found.next(), None);
@@ -291,22 +375,21 @@ mod tests {
         }
         fs::write(at("containers/c/0a"), "").unwrap();
         fs::write(at("volumes/kubernetes.io~secret/s/..1/key"), "secret").unwrap();
-        let all = converted(vec![
-            mount("/s", &at("volumes/kubernetes.io~secret/s"), &["rbind", "rprivate", "ro"]),
-            mount("/key", &at("volumes/kubernetes.io~secret/s/..1/key"), &["rbind", "ro"]),
-            mount("/e/x", &at("volumes/kubernetes.io~empty-dir/e/x"), &["rbind", "rw"]),
-            mount("/dev/termination-log", &at("containers/c/0a"), &["rbind", "rw"]),
-        ]);
+        let all = converted_at(
+            dir.path(),
+            vec![mount("/e/x", &at("volumes/kubernetes.io~empty-dir/x"), &["rbind", "rw"])],
+        );
         let error = all.unwrap_err().to_string();
         assert!(error.contains("/e/x"), "a source that is not there is an error: {error}");
-        fs::create_dir(at("volumes/kubernetes.io~empty-dir/e/x")).unwrap();
-        let all = converted(vec![
-            mount("/s", &at("volumes/kubernetes.io~secret/s"), &["rbind", "rprivate", "ro"]),
-            mount("/key", &at("volumes/kubernetes.io~secret/s/..1/key"), &["rbind", "ro"]),
-            mount("/e/x", &at("volumes/kubernetes.io~empty-dir/e/x"), &["rbind", "rw"]),
-            mount("/dev/shm", &at("volumes/kubernetes.io~empty-dir/e"), &["rbind", "rw"]),
-            mount("/dev/termination-log", &at("containers/c/0a"), &["rbind", "rw"]),
-        ])
+        let all = converted_at(
+            dir.path(),
+            vec![
+                mount("/s", &at("volumes/kubernetes.io~secret/s"), &["rbind", "rprivate", "ro"]),
+                mount("/e", &at("volumes/kubernetes.io~empty-dir/e"), &["rbind", "rw"]),
+                mount("/dev/shm", &at("volumes/kubernetes.io~empty-dir/e"), &["rbind", "rw"]),
+                mount("/dev/termination-log", &at("containers/c/0a"), &["rbind", "rw"]),
+            ],
+        )
         .unwrap();
         let (secret, space) = (&all.needed[0], &all.needed[1]);
         assert_eq!(all.needed[2], *space, "one volume, in two places");
@@ -319,14 +402,13 @@ mod tests {
             seen,
             [
                 (Path::new("/s"), secret.guest_path()),
-                (Path::new("/e/x"), space.guest_path().join("x")),
+                (Path::new("/e"), space.guest_path()),
                 (Path::new("/dev/shm"), space.guest_path()),
             ]
         );
         assert_eq!(all.kept[0].options().as_ref().unwrap(), &["rbind", "ro"]);
         let file = |path: &str| all.files.iter().find(|file| file.path == path).unwrap();
-        assert_eq!(file("/key").content, b"secret");
-        assert!(file("/dev/termination-log").is_message && !file("/key").is_message);
+        assert!(file("/dev/termination-log").is_message && !file("/etc/hosts").is_message);
         assert_eq!(all.message, Some(at("containers/c/0a")));
     }
 }

@@ -1,8 +1,7 @@
 //! Translates the bundle that containerd wrote into the spec for the agent.
 //!
-//! containerd describes a container on this host, but it runs in a guest. References to the
-//! host are translated if they keep their meaning, dropped if a kernel per pod makes them void,
-//! and else rejected by name.
+//! containerd describes a container on this host, but it runs in a guest. References to the host are translated if they
+//! keep their meaning, dropped if a kernel per pod makes them void, and otherwise rejected by name.
 
 use std::{
     fs,
@@ -11,10 +10,11 @@ use std::{
 };
 
 use oci_spec::runtime::{
-    Hooks, Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec,
+    Hooks, Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, PosixRlimit, Process, Spec,
 };
 use sandboxer_base::Cpus;
 use sandboxer_host::{helper::Helpers, volume::Needed};
+use sandboxer_process::rlimits::Rlimits;
 use sandboxer_protocol::{
     agent::{BlockDevice, File, create_container_request::Processes},
     id::ContainerId,
@@ -22,7 +22,7 @@ use sandboxer_protocol::{
 
 use super::{
     NewContainer, devices,
-    mounts::{self, Looked, Mounts},
+    mounts::{self, AllLooked, Mounts},
 };
 use crate::{
     error::PodError,
@@ -36,37 +36,42 @@ pub const MAX_SPEC: u64 = 3 << 20;
 /// Annotation of a pod or a container with the size of the writable layer.
 pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
 
+/// containerd's default AppArmor profile, and the name for no profile.
+const DEFAULT_APPARMOR: &str = "cri-containerd.apparmor.d";
+const UNCONFINED: &str = "unconfined";
+
 /// A container's spec for the guest.
 #[derive(Debug)]
 pub struct GuestSpec {
-    /// OCI runtime spec.
+    /// The OCI runtime spec, as JSON.
     pub json: Vec<u8>,
-    /// Files that replace those of the image.
+    /// Files that replace files of the image.
     pub files: Vec<File>,
-    /// The processes that it sees.
+    /// The processes that the container sees.
     pub processes: Option<Processes>,
-    /// Disks that it sees as devices.
+    /// Disks that the container sees as devices.
     pub devices: Vec<BlockDevice>,
-    /// Volumes that the guest must have before.
+    /// Volumes that the guest must have first.
     pub needed: Vec<Needed>,
-    /// Its live shares.
+    /// The container's live shares.
     pub shares: Vec<Share>,
-    /// Path of its termination message on the host.
+    /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, as a list; none: all. They confine the VMM, not the guest.
+    /// CPUs of the host that the container may use, as a list; `None`: all. They confine the VMM, not the guest.
     pub cpus: Option<String>,
-    /// Memory nodes of the host that it may use, as a list; none: all.
+    /// Memory nodes of the host that the container may use, as a list; `None`: all.
     pub mems: Option<String>,
-    /// Its limits.
+    /// The container's limits.
     pub limits: ContainerLimits,
-    /// Maximum bytes in its root file system, if requested.
+    /// Maximum size of the container's root file system, bytes, if requested.
     pub rootfs_bytes: Option<u64>,
-    /// Its root file system is read-only.
+    /// Whether the container writes to no disk of its own: its root file system is read-only, and its image has no
+    /// volumes.
     pub is_read_only: bool,
 }
 
-/// Reads the config.json in the bundle of `new`, has `helpers` read the host paths in it, and translates it for
-/// the guest of `pod`.
+/// Reads `config.json` in the bundle of `new`, has `helpers` read the host paths in it, and translates it for the guest
+/// of `pod`.
 pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Result<GuestSpec, PodError> {
     let (container, path) = (&new.id, new.bundle.join("config.json"));
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
@@ -76,11 +81,11 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
         }
     })?;
     let spec = parse_json(new, &text)?;
-    let looked = mounts::look(helpers, pod, spec.mounts().as_deref().unwrap_or_default()).await?;
+    let looked = mounts::look(helpers, pod, container, spec.mounts().as_deref().unwrap_or_default()).await?;
     convert(pod, new, spec, looked)
 }
 
-/// Returns the error of a spec with so many bytes.
+/// Returns the error for a spec of this length.
 pub fn too_large(container: &ContainerId, length: u64) -> PodError {
     let reason = format!(
         "its spec has {length} bytes, at most {MAX_SPEC} are taken: make its environment or its arguments smaller"
@@ -92,7 +97,8 @@ pub fn too_large(container: &ContainerId, length: u64) -> PodError {
 #[cfg(fuzzing)]
 pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<GuestSpec, PodError> {
     let spec = parse_json(new, text)?;
-    let looked = mounts::looked_at(spec.mounts().as_deref().unwrap_or_default())?;
+    let kubelet = sandboxer_host::volume::Kubelet { root: "/var/lib/kubelet".into(), uid: pod.uid.clone() };
+    let looked = mounts::looked_at(&kubelet, spec.mounts().as_deref().unwrap_or_default())?;
     convert(pod, new, spec, looked)
 }
 
@@ -112,20 +118,28 @@ pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
     }
     let mut process: Process = serde_json::from_slice(json)
         .map_err(|error| invalid(container, format!("an exec's spec cannot be understood: {error}")))?;
-    drop_host_labels(&mut process);
+    drop_host_labels(container, &mut process)?;
     serialise(container, &process)
 }
 
-fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) -> Result<GuestSpec, PodError> {
+fn convert(
+    pod: &PodSpec,
+    new: &NewContainer,
+    mut spec: Spec,
+    looked: AllLooked,
+) -> Result<GuestSpec, PodError> {
     let container = &new.id;
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
-    let Mounts { kept, files, mut needed, shares, message } =
-        mounts::convert(pod, container, spec.mounts().clone().unwrap_or_default(), looked)?;
+    let asked = spec.mounts().clone().unwrap_or_default();
+    let mounted: Vec<_> = asked.iter().map(|mount| mount.destination().clone()).collect();
+    let Mounts { kept, mut files, mut needed, shares, message, has_image_volumes } =
+        mounts::convert(pod, container, asked, looked)?;
     spec.set_mounts(Some(kept));
     if let Some(process) = spec.process_mut() {
-        drop_host_labels(process);
+        drop_host_labels(container, process)?;
+        limit(container, process, &pod.rlimits)?;
     }
     let (mut devices, mut processes, mut cpus, mut mems) = (Vec::new(), None, None, None);
     let mut limits = ContainerLimits::default();
@@ -143,8 +157,14 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         Some(text) => Some(quantity::space(ROOTFS_SIZE, text).map_err(|reason| invalid(container, reason))?),
         None => pod.room.rootfs_bytes,
     };
-    let is_read_only = spec.root().as_ref().and_then(oci_spec::runtime::Root::readonly).unwrap_or_default();
-    // The hostname is that of the guest; the others have no meaning in a guest. Hooks are empty here.
+    let root_is_read_only =
+        spec.root().as_ref().and_then(oci_spec::runtime::Root::readonly).unwrap_or_default();
+    // The pod's own files are as read-only as the root; mounted files have their own option.
+    for file in files.iter_mut().filter(|file| !mounted.iter().any(|at| *at == Path::new(&file.path))) {
+        file.read_only = root_is_read_only;
+    }
+    let is_read_only = root_is_read_only && !has_image_volumes;
+    // The hostname is the guest's; the others have no meaning in a guest. Hooks are empty here.
     spec.set_hostname(None).set_domainname(None).set_annotations(None).set_hooks(None::<Hooks>);
     let json = serialise(container, &spec)?;
     Ok(GuestSpec {
@@ -177,9 +197,9 @@ fn cpuset(container: &ContainerId, linux: &Linux) -> Result<(Option<String>, Opt
     Ok((cpus, parsed(cpu.and_then(|cpu| cpu.mems().as_ref()), "memory nodes")?))
 }
 
-/// Returns the PID mode of the container. containerd names a PID namespace by a process of the host,
-/// which is always the VMM in our answers: a path says that it is shared, but not with which container. That container runs,
-/// so if only one runs, it is that one.
+/// Returns the PID mode of the container. containerd names the target PID namespace by host PID, and we report the
+/// VMM's PID for every container. So the path shows *that* a namespace is shared, not whose. If only one container
+/// runs, it must be that one.
 fn seen_processes(pod: &PodSpec, new: &NewContainer, linux: &Linux) -> Result<Option<Processes>, PodError> {
     let container = &new.id;
     let namespaces = linux.namespaces().as_deref().unwrap_or_default();
@@ -204,7 +224,7 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
     if namespaces.iter().any(|ns| ns.typ() == LinuxNamespaceType::User) {
         return Err(unsupported(container, "a user namespace", "its ids would be the host's"));
     }
-    // Network, IPC and UTS belong to the pod, so to the guest; the rest has no host path.
+    // Network, IPC and UTS belong to the pod, so to the guest; the other namespaces have no host path.
     linux.set_namespaces(Some(
         [LinuxNamespaceType::Mount, LinuxNamespaceType::Pid, LinuxNamespaceType::Cgroup]
             .into_iter()
@@ -236,9 +256,32 @@ fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxN
     LinuxNamespaceBuilder::default().typ(kind).build().map_err(|error| invalid(container, error.to_string()))
 }
 
-/// Removes AppArmor and SELinux labels: the host's policies are not loaded in a guest.
-fn drop_host_labels(process: &mut Process) {
+/// Removes AppArmor and SELinux labels: the host's policies are not loaded in a guest. Rejects an AppArmor profile that
+/// was requested by name, because nothing would confine the container.
+fn drop_host_labels(container: &ContainerId, process: &mut Process) -> Result<(), PodError> {
+    if let Some(profile) = process.apparmor_profile()
+        && ![DEFAULT_APPARMOR, UNCONFINED, ""].contains(&profile.as_str())
+    {
+        let why = "the host's profiles are not loaded in a guest; seccomp profiles are (seccompProfile)";
+        return Err(unsupported(container, &format!("the AppArmor profile {profile:?}"), why));
+    }
     process.set_apparmor_profile(None).set_selinux_label(None);
+    Ok(())
+}
+
+/// Sets the resource limits of a process that its specification does not set.
+fn limit(container: &ContainerId, process: &mut Process, limits: &Rlimits) -> Result<(), PodError> {
+    let mut all = process.rlimits().clone().unwrap_or_default();
+    for (name, [soft, hard]) in limits {
+        let json = serde_json::json!({"type": name, "soft": soft, "hard": hard});
+        let limit: PosixRlimit =
+            serde_json::from_value(json).map_err(|error| invalid(container, format!("{name}: {error}")))?;
+        if !all.iter().any(|known| known.typ() == limit.typ()) {
+            all.push(limit);
+        }
+    }
+    process.set_rlimits((!all.is_empty()).then_some(all));
+    Ok(())
 }
 
 enum ReadError {
@@ -288,7 +331,7 @@ mod tests {
     fn convert_json(edit: impl FnOnce(&mut serde_json::Value)) -> Result<(Spec, Vec<File>), PodError> {
         let mut json = serde_json::json!({
             "ociVersion": "1.1.0",
-            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/", "apparmorProfile": "x",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/", "apparmorProfile": DEFAULT_APPARMOR,
                         "capabilities": {"bounding": ["CAP_CHOWN"]}},
             "root": {"path": "rootfs"},
             "hostname": "h",
@@ -304,11 +347,21 @@ mod tests {
         edit(&mut json);
         let bundle = tempfile::tempdir().unwrap();
         fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
-        // It names nothing on the host that a helper would read.
+        // The spec names nothing on the host that a helper would read.
         let helpers = Helpers::new(None, std::time::Duration::ZERO);
         let (pod, new) = (record("web").spec, new(bundle.path(), &[]));
         let guest = futures::executor::block_on(read(&pod, &new, &helpers))?;
         Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
+    }
+
+    #[test]
+    fn the_pods_own_files_are_as_read_only_as_the_root_file_system() {
+        for is_read_only in [false, true] {
+            let edit = |json: &mut serde_json::Value| json["root"]["readonly"] = is_read_only.into();
+            let (_, files) = convert_json(edit).unwrap();
+            assert!(!files.is_empty());
+            assert!(files.iter().all(|file| file.read_only == is_read_only), "{files:?}");
+        }
     }
 
     #[test]
@@ -326,6 +379,29 @@ mod tests {
         assert_eq!(resources.cpu().as_ref().unwrap().cpus(), &None);
         assert_eq!(spec.process().as_ref().unwrap().apparmor_profile(), &None);
         assert!(files.iter().any(|f| f.path == "/etc/hostname" && f.content == b"web\n"));
+    }
+
+    #[test]
+    fn a_profile_of_apparmor_that_was_asked_for_is_refused_by_name() {
+        let with = |profile: &str| convert_json(|json| json["process"]["apparmorProfile"] = profile.into());
+        let error = with("k8s-deny-write").unwrap_err();
+        assert_eq!(error.code(), sandboxer_base::Code::Unimplemented);
+        assert!(error.to_string().contains("the AppArmor profile \"k8s-deny-write\""), "{error}");
+        with(UNCONFINED).unwrap();
+    }
+
+    #[test]
+    fn limits_are_those_of_the_spec_and_then_those_of_containerd() {
+        let mut process: Process =
+            serde_json::from_value(serde_json::json!({"user": {"uid": 0, "gid": 0}, "cwd": "/",
+            "rlimits": [{"type": "RLIMIT_CORE", "soft": 1, "hard": 2}]}))
+            .unwrap();
+        let of_containerd =
+            [("RLIMIT_CORE".to_owned(), [0, 0]), ("RLIMIT_NOFILE".to_owned(), [20_000, u64::MAX])].into();
+        limit(&"c".parse().unwrap(), &mut process, &of_containerd).unwrap();
+        let all = process.rlimits().clone().unwrap();
+        let seen: Vec<_> = all.iter().map(|limit| (limit.soft(), limit.hard())).collect();
+        assert_eq!(seen, [(1, 2), (20_000, u64::MAX)]);
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! A buffer between the guest and a FIFO. The kernel counts the bytes that have passed, so that each byte passes
 //! exactly once, even if the daemon is killed at any time.
 //!
-//! `splice` moves bytes and advances the count in one system call, which a kill cannot split: from a file it
-//! advances the file's position, into a file its length. Both belong to the open file, a memfd. The
-//! front has a descriptor of it too, so the next worker can read the progress of this one from the kernel.
+//! `splice` moves bytes and advances the count in one system call, which a kill cannot split: the count is the file's
+//! position when splicing from a file, and its length when splicing into one. Both belong to the open file, a memfd.
+//! The front has a descriptor of it too, so the next worker can read the progress of this one from the kernel.
 //!
-//! Bytes are stored at their offset in the stream. Passed pages are freed, but never written again: a pipe
-//! refers to spliced pages until its reader has read them.
+//! Bytes are stored at their offset in the stream. Passed pages are freed, but never written again: a pipe refers to
+//! spliced pages until its reader has read them.
 
 use std::{
     fs::File,
@@ -26,7 +26,7 @@ use rustix::{
 use tokio::io::{Interest, unix::AsyncFd};
 
 const PAGE: u64 = 4096;
-/// Between two looks at whether a FIFO was read: the kernel reports only that it can be written to.
+/// Interval of checks whether a FIFO was read: the kernel reports only that it can be written to.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
 fn watched(fifo: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
@@ -38,7 +38,7 @@ fn watched(fifo: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
 #[derive(Debug)]
 struct Spool {
     file: File,
-    /// All whole pages before this offset are freed.
+    /// The offset before which all whole pages are freed.
     emptied: u64,
 }
 
@@ -91,7 +91,7 @@ impl Outlet {
         Ok(tell(&self.spool.file)?)
     }
 
-    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
+    /// Sets the beginning of the stream to `offset`: earlier bytes were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         seek(&self.spool.file, SeekFrom::Start(offset))?;
         Ok(())
@@ -157,12 +157,12 @@ impl Inlet {
         Ok(self.spool.file.metadata()?.len())
     }
 
-    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
+    /// Sets the beginning of the stream to `offset`: earlier bytes were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         self.spool.file.set_len(offset)
     }
 
-    /// Waits until the FIFO has bytes and reads at most `most`; none at the end of file. Cancel-safe.
+    /// Waits until the FIFO has bytes and reads at most `most`; returns 0 at the end of file. Cancel-safe.
     pub async fn take(&self, most: usize) -> io::Result<usize> {
         loop {
             let mut ready = self.fifo.readable().await?;
@@ -174,7 +174,7 @@ impl Inlet {
         }
     }
 
-    /// Reads what is in the FIFO, at most `most`; none if it is empty.
+    /// Reads the bytes in the FIFO, at most `most`; returns 0 if it is empty.
     pub fn take_now(&self, most: usize) -> io::Result<usize> {
         match self.splice(most) {
             Err(Errno::AGAIN) => Ok(0),

@@ -3,6 +3,7 @@
 //! None of this changes the pod's state: the pod's task starts the work and takes the results.
 
 use std::{
+    mem,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -16,7 +17,7 @@ use sandboxer_base::{
 use sandboxer_guest::Agent;
 use sandboxer_host::{
     helper::Helpers,
-    rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
+    rootfs::{Layer, Lease, RootfsPlan, RootfsStore, Scratch, Writable},
     volume::Needed,
 };
 use sandboxer_protocol::{
@@ -24,13 +25,14 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskLimits, DiskSpec, FIRST_IMAGE, SPARE, Vm, VmmError};
+use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, FIRST_IMAGE, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
+use tokio_util::sync::CancellationToken;
 
 use super::{
     Exit, KILLED, NewContainer, StdioPaths,
-    io::{Io, RunningIo, Subject},
+    io::{Io, Subject},
     spec::{self, GuestSpec},
 };
 use crate::{
@@ -43,11 +45,11 @@ use crate::{
 /// A running pod: its VM and the agent in it.
 #[derive(Debug, Clone)]
 pub struct RunningVm {
-    /// The VM.
+    /// The pod's VM.
     pub vm: Arc<dyn Vm>,
-    /// The agent.
+    /// The agent in the VM.
     pub agent: Agent,
-    /// Limits of each of its disks.
+    /// Limits of each disk of the VM.
     pub disk_limits: DiskLimits,
 }
 
@@ -66,51 +68,53 @@ impl RunningVm {
 /// A created container, which waits for its start.
 #[derive(Debug)]
 pub struct Created {
-    /// Guest pid of its init.
+    /// PID of the container's init in the guest.
     pub pid: u32,
-    /// Its streams.
+    /// The streams of the container's init.
     pub io: Io,
-    /// Disks attached for it.
-    pub disks: Vec<DiskSpec>,
-    /// Prevents the eviction of their images.
+    /// Disks attached for the container.
+    pub disks: Vec<DiskRecord>,
+    /// Leases that prevent the eviction of the disks' images.
     pub leases: Vec<Lease>,
-    /// Path of its termination message on the host.
+    /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, as a list; none: all.
+    /// CPUs of the host that the container may use, as a list; `None`: all.
     pub cpus: Option<String>,
-    /// Memory nodes of the host that it may use, as a list; none: all.
+    /// Memory nodes of the host that the container may use, as a list; `None`: all.
     pub mems: Option<String>,
-    /// Its limits.
+    /// The container's limits.
     pub limits: ContainerLimits,
     /// The intent that the front stores until the container is recorded.
     pub intent: Kept,
 }
 
-/// A container about to be created, for the next worker if this one dies half-way.
+/// The intent to create a container, for the next worker if this one dies half-way.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Intent {
-    /// Its pod.
+    /// The container's pod.
     pub pod: SandboxId,
-    /// Disks that may be attached for it, by serial number.
+    /// Serial numbers of the disks that may be attached for the container.
     pub disks: Vec<String>,
 }
 
-/// Name at the front of an [`Intent`].
+/// Kind of the front's entries that hold an [`Intent`].
 pub const INTENT: &str = "intent";
 
 /// Host-side resources for containers of a pod.
 #[derive(Debug)]
 pub struct CreateContext<'a> {
-    /// Stores what the next worker needs.
+    /// The front, which stores what the next worker needs.
     pub front: &'a Arc<Front>,
-    /// Disk images of snapshots.
+    /// The store of snapshots' disk images.
     pub rootfs: &'a Arc<RootfsStore>,
     /// The pod's volumes.
     pub volumes: &'a Volumes,
-    /// Records the stages.
+    /// The record of the container's stages.
     pub stages: &'a Stages,
-    /// Its admission permit while its disks are built.
+    /// The container's admission permit, held while its disks are built.
     pub place: Option<SemaphorePermit<'a>>,
+    /// Cancelled when the container is no longer wanted: its pod is stopped, or its deletion was requested.
+    pub cancel: &'a CancellationToken,
 }
 
 /// Creates a container with the spec `guest_spec`, see [`spec::read`], up to the point where its init waits. A failure
@@ -135,11 +139,13 @@ pub async fn create(
 async fn try_create(
     pod: &PodSpec,
     live: &RunningVm,
-    CreateContext { front, rootfs, volumes, stages, place }: CreateContext<'_>,
+    CreateContext { front, rootfs, volumes, stages, place, cancel }: CreateContext<'_>,
     new: &NewContainer,
     guest_spec: GuestSpec,
     undo: &mut Undo,
 ) -> Result<Created, PodError> {
+    let cancelled = || PodError::Cancelled(pod.id.clone());
+    let not_cancelled = || if cancel.is_cancelled() { Err(cancelled()) } else { Ok(()) };
     let subject = Subject { container: new.id.clone(), exec: None };
     let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
     if let Some(kept) = io.kept() {
@@ -147,14 +153,15 @@ async fn try_create(
     }
 
     let prepared = stages.run(Stage::Rootfs, async {
-        let mut plan = rootfs.prepare(&pod.id, &new.id, &new.mounts).await?;
+        let planned = rootfs.prepare(&pod.id, &new.id, &new.mounts);
+        let mut plan = cancel.run_until_cancelled(planned).await.ok_or_else(cancelled)??;
         if let Some(image) = plan.lower.first_mut()
             && volumes.take_first_image()
         {
             FIRST_IMAGE.clone_into(&mut image.disk.serial);
         }
         let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
-        // The rest depends on this guest's speed, so release the permit: other pods must not wait for it.
+        // The rest depends on this guest's speed, so the permit is released: other pods must not wait for it.
         drop(place);
         Ok::<_, PodError>((plan, scratch))
     });
@@ -169,30 +176,26 @@ async fn try_create(
     };
     // Await both, as below.
     let (prepared, shared) = future::join(prepared, shared).await;
-    let (plan, scratch) = prepared?;
+    let (mut plan, scratch) = prepared?;
     shared?;
-    let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
+    let leases = mem::take(&mut plan.leases);
+    let (rootfs, disks, opened) = rootfs_message(plan, guest_spec.rootfs_bytes);
 
     let intent = note(front, pod, &subject, &disks)?;
-    let noted = intent.clone();
-    undo.push("forget the intent", async move { released(noted) });
+    let (guest, id, serials, noted) = (live.clone(), new.id.clone(), serials(&disks), intent.clone());
+    undo.push("remove it from its guest", async move {
+        // The next worker finds the intent and undoes what is left there.
+        delete(&guest, &id, &serials).await.map(|()| noted.release())
+    });
+    not_cancelled()?;
 
-    stages
-        .run(Stage::Disks, async {
-            for disk in &disks {
-                let (vm, serial) = (live.vm.clone(), disk.serial.clone());
-                undo.push("unplug a disk", async move { vm.detach_disk(&serial).await });
-            }
-            attach(live, &disks, volumes, &guest_spec.needed).await
-        })
-        .await?;
-    // The VMM has it open, so the file can be unlinked.
-    drop(scratch);
+    stages.run(Stage::Disks, attach(live, &opened, volumes, &guest_spec.needed)).await?;
+    // The VMM has the files open, so they can be closed here and unlinked.
+    drop((scratch, opened));
 
     let pid = stages
         .run(Stage::ContainerCreate, async {
-            let (agent, id) = (live.agent.clone(), new.id.clone());
-            undo.push("delete the container", async move { agent.delete_container(&id).await });
+            not_cancelled()?;
             let began = Instant::now();
             let created = live
                 .agent
@@ -215,7 +218,7 @@ async fn try_create(
         pid,
         io,
         disks,
-        leases: plan.leases,
+        leases,
         message: guest_spec.message,
         cpus: guest_spec.cpus,
         mems: guest_spec.mems,
@@ -224,7 +227,8 @@ async fn try_create(
     })
 }
 
-/// Adds the agent's steps to the trace, if there is one. How long a message takes each way is not known: half of the rest.
+/// Adds the agent's steps to the trace, if there is one. The time that a message takes each way is unknown; half of the
+/// rest is assumed.
 fn record_agent(began: Instant, created: &CreateContainerResponse) {
     let took = began.elapsed();
     let bounded = |ns: u64, most: Duration| Duration::from_nanos(ns).min(most);
@@ -236,10 +240,14 @@ fn record_agent(began: Instant, created: &CreateContainerResponse) {
     stage.agent_step(&Ended { name: "create", began: began + disks, took: runtime, failure: "" });
 }
 
-/// Stores at the front which disks the container is about to get.
-fn note(front: &Arc<Front>, pod: &PodSpec, subject: &Subject, disks: &[DiskSpec]) -> Result<Kept, PodError> {
-    let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
-    let intent = Intent { pod: pod.id.clone(), disks: serials };
+/// Stores at the front the serial numbers of the disks that the container is about to get.
+fn note(
+    front: &Arc<Front>,
+    pod: &PodSpec,
+    subject: &Subject,
+    disks: &[DiskRecord],
+) -> Result<Kept, PodError> {
+    let intent = Intent { pod: pod.id.clone(), disks: serials(disks) };
     front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
         pod: pod.id.clone(),
         what: subject.key(INTENT).into(),
@@ -250,19 +258,18 @@ fn note(front: &Arc<Front>, pod: &PodSpec, subject: &Subject, disks: &[DiskSpec]
 /// Attaches the disks of a container that are not attached yet, and its volumes' disks.
 async fn attach(
     live: &RunningVm,
-    disks: &[DiskSpec],
+    new: &[DiskSpec],
     volumes: &Volumes,
     needed: &[Needed],
 ) -> Result<(), PodError> {
-    let new = disks.iter().filter(|disk| disk.serial != SPARE);
-    let rootfs = future::try_join_all(new.map(|disk| live.attach_disk(disk)));
+    let rootfs = future::try_join_all(new.iter().map(|disk| live.attach_disk(disk)));
     // Await both: volumes belong to the pod, and none of them may be left half-created.
     let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, needed)).await;
     rootfs.map_err(PodError::from).and(volumes)
 }
 
-/// Provides a disk for the container's writes, if its snapshot has none: the guest's spare disk, or
-/// a new one, whose file is returned. A read-only root file system needs none.
+/// Provides a disk for the container's writes, if its snapshot has none: the guest's spare disk, or a new one, whose
+/// file is returned. A read-only root file system needs none.
 async fn make_room(
     pod: &PodSpec,
     rootfs: &RootfsStore,
@@ -277,14 +284,14 @@ async fn make_room(
     let asked = guest_spec.rootfs_bytes;
     let spare = if asked.is_none() { volumes.spare.take() } else { None };
     if let Some(spare) = spare {
-        plan.writable = Writable::Scratch(spare);
+        plan.writable = Writable::Spare(spare);
         return Ok(None);
     }
     let scratch = rootfs.scratch(&pod.id, &new.id, asked).await?;
     if let Some(scratch) = &scratch {
-        let (serial, path) = (plan.next_serial.clone(), scratch.path().to_owned());
+        let (serial, file) = (plan.next_serial.clone(), scratch.file());
         plan.writable =
-            Writable::Scratch(DiskSpec { serial, path, read_only: false, limits: DiskLimits::default() });
+            Writable::Scratch(DiskSpec { serial, file, read_only: false, limits: DiskLimits::default() });
     }
     Ok(scratch)
 }
@@ -294,16 +301,21 @@ fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
     Ok(())
 }
 
-/// Removes what [`create`] created. Continues after failures; returns the first.
-pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
-    let deleted = live.agent.delete_container(container).await;
-    let unplugged = future::join_all(disks.iter().map(|disk| live.vm.detach_disk(&disk.serial))).await;
-    deleted?;
+/// Removes what [`create`] created from the guest: the container, and then its disks, by serial number. Disks of a
+/// container that could not be removed stay, because it may use them.
+pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[String]) -> Result<(), PodError> {
+    live.agent.delete_container(container).await?;
+    let unplugged = future::join_all(disks.iter().map(|serial| live.vm.detach_disk(serial))).await;
     unplugged.into_iter().collect::<Result<Vec<_>, _>>()?;
     Ok(())
 }
 
-/// Lets a process go. Returns its guest pid.
+/// Returns the disks' serial numbers.
+pub fn serials(disks: &[DiskRecord]) -> Vec<String> {
+    disks.iter().map(|disk| disk.serial.clone()).collect()
+}
+
+/// Starts a created process. Returns its PID in the guest.
 pub async fn release(live: &RunningVm, subject: &Subject) -> Result<u32, PodError> {
     Ok(live.agent.start_process(&subject.container, subject.exec.as_ref()).await?)
 }
@@ -340,25 +352,22 @@ pub async fn create_exec(
     }
 }
 
-/// Exit reason if the guest's OOM killer killed in its container.
+/// Exit reason if the guest's OOM killer killed a process in the container.
 pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 
-/// Waits for a process's exit and for its last output; writes its termination message to the host's file, if it has
-/// one.
+/// Waits for a process's exit; writes its termination message to the host's file, if it has one.
 ///
-/// It ran at `since`, ns since 1970, or later. Never returns if the guest does not answer: the VM's exit is noticed
-/// elsewhere.
+/// The process existed at `since`, ns since 1970, or later. Never returns if the guest does not respond: the VM's exit
+/// is noticed elsewhere.
 pub async fn follow(
     live: &RunningVm,
     subject: &Subject,
     since: u64,
-    mut io: RunningIo,
     message: Option<PathBuf>,
     helpers: &Helpers,
 ) -> Exit {
     match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
-            io.drained().await;
             if let Some(path) = message {
                 let pod = live.vm.record().pod;
                 // Boxed: this waits for as long as the process runs.
@@ -366,10 +375,12 @@ pub async fn follow(
                     tracing::warn!(container = %subject.container, ?path, error = chain(&error), "cannot write the termination message");
                 }
             }
-            let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
+            // An earlier agent reports this for each exit after the OOM killer was active.
+            let out_of_memory = exit.oom_killed && exit.code == KILLED;
+            let reason = if out_of_memory { OUT_OF_MEMORY } else { "" };
             Exit { code: exit.code, at_ns: plausible(exit.at_ns, since), reason: reason.to_owned() }
         }
-        // A process that the agent does not know any more has exited unnoticed.
+        // A process that the agent no longer knows has exited unnoticed.
         Err(error) if error.code() == sandboxer_base::Code::NotFound => {
             Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
         }
@@ -390,31 +401,36 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
     }
 }
 
-/// Converts the plan for the agent, with `bytes` of writable memory if requested, and returns all its disks.
-fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskSpec>) {
+/// Converts the plan for the agent, with `bytes` of writable memory if requested. Also returns all disks of the plan,
+/// and the disks that the guest does not have yet.
+fn rootfs_message(plan: RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskRecord>, Vec<DiskSpec>) {
     let mut rootfs = wire::Rootfs::new();
-    let mut disks = Vec::new();
-    let mut message = |layer: &sandboxer_host::rootfs::Layer| {
-        disks.push(layer.disk.clone());
-        wire::Disk {
-            serial: layer.disk.serial.clone(),
-            fstype: layer.fstype.to_string(),
-            read_only: layer.disk.read_only,
-            ..Default::default()
-        }
+    let (mut disks, mut new) = (Vec::new(), Vec::new());
+    let mut message = |layer: Layer| {
+        let Layer { disk, fstype } = layer;
+        let (serial, fstype) = (disk.serial.clone(), fstype.to_string());
+        let message = wire::Disk { serial, fstype, read_only: disk.read_only, ..Default::default() };
+        disks.push(disk.record());
+        new.push(disk);
+        message
     };
-    rootfs.lower = plan.lower.iter().map(&mut message).collect();
-    match &plan.writable {
+    rootfs.lower = plan.lower.into_iter().map(&mut message).collect();
+    match plan.writable {
+        Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
+        Writable::Whole(layer) => rootfs.set_whole(message(layer)),
         Writable::Tmpfs { bytes: usual } => {
-            let size_bytes = bytes.unwrap_or(*usual);
+            let size_bytes = bytes.unwrap_or(usual);
             rootfs.set_tmpfs(wire::TmpfsUpper { size_bytes, ..Default::default() });
         }
         Writable::Scratch(disk) => {
-            disks.push(disk.clone());
-            rootfs.set_overlay(spare::message(disk));
+            rootfs.set_overlay(spare::message(&disk.serial));
+            disks.push(disk.record());
+            new.push(disk);
         }
-        Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
-        Writable::Whole(layer) => rootfs.set_whole(message(layer)),
+        Writable::Spare(disk) => {
+            rootfs.set_overlay(spare::message(&disk.serial));
+            disks.push(disk);
+        }
     }
-    (rootfs, disks)
+    (rootfs, disks, new)
 }

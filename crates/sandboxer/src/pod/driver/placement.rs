@@ -1,6 +1,7 @@
-//! Selects the host's CPUs and memory for a pod's VMM: those of CRI, else of its place on a NUMA node. Moves it.
+//! Selects the host's CPUs and memory for a pod's VMM, from CRI or else from the pod's place on a NUMA node, and moves
+//! the VMM.
 //!
-//! A guest does not know the host's CPUs, so its containers cannot be held to their own sets: all run on the union.
+//! A guest does not know the host's CPUs, so its containers cannot be confined to their own sets: all run on the union.
 //! kubelet's static CPU policy gives exclusive CPUs to some containers, and the rest to all others.
 
 use std::{convert::Infallible, io, path::PathBuf, time::Instant};
@@ -28,29 +29,41 @@ use crate::{
 
 const BY_CRI: &str = "the CPU sets that CRI gave its containers";
 
-impl Driver {
-    /// Takes the CPUs and memory nodes out of a container's resource update: they are the host's. Returns the rest, for the
-    /// guest.
-    pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: Vec<u8>) -> Vec<u8> {
-        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else { return resources };
+/// The CPUs and memory nodes in a container's resource update, as lists; `None`: unchanged.
+#[derive(Debug, Default)]
+pub(super) struct HostCpus {
+    cpus: Option<String>,
+    mems: Option<String>,
+}
+
+impl HostCpus {
+    /// Extracts the host's CPUs and memory nodes from an update. Also returns the rest, for the guest.
+    pub(super) fn take(resources: Vec<u8>) -> (Self, Vec<u8>) {
+        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else {
+            return (Self::default(), resources);
+        };
         let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
-            return resources;
+            return (Self::default(), resources);
         };
         let [cpus, mems] = ["cpus", "mems"].map(|name| {
             let list = cpu.remove(name)?;
             list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
         });
-        let rest = said.to_string().into_bytes();
+        (Self { cpus, mems }, said.to_string().into_bytes())
+    }
+}
+
+impl Driver {
+    /// Sets the CPUs and memory nodes of a container, after the guest has accepted the rest of the update.
+    pub(super) fn update_cpus(&mut self, of: &ContainerId, HostCpus { cpus, mems }: HostCpus) {
         if let Some(container) = self.containers.get_mut(of).filter(|_| cpus.is_some() || mems.is_some()) {
             container.cpus = cpus.or_else(|| container.cpus.take());
             container.mems = mems.or_else(|| container.mems.take());
             self.place();
-            self.save();
         }
-        rest
     }
 
-    /// Returns what CRI says: the unions of its containers' sets. Nothing, if a container has no set.
+    /// Returns the bounds set by CRI: the unions of the containers' sets; empty if some container has no set.
     fn by_cri(&self) -> Bounds {
         let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
         let there = || self.containers.values().filter(|container| !ended(container));
@@ -61,7 +74,8 @@ impl Driver {
         }
     }
 
-    /// Confines the VMM to the CPUs of its containers, else to those of its place, after earlier changes are complete.
+    /// Confines the VMM to the CPUs of its containers, else to the CPUs of its place, after earlier changes are
+    /// complete.
     pub(super) fn place(&mut self) {
         let by_cri = self.by_cri();
         let bounds = match &by_cri {
@@ -88,8 +102,8 @@ impl Driver {
         });
     }
 
-    /// Takes a place on the node that has all CPUs that CRI named. Returns the nodes from which memory is to follow, and that
-    /// node; none if the VMM's memory is there, or if CRI chooses nodes for memory itself.
+    /// Takes a place on the node that has all CPUs that CRI named. Returns the nodes from which memory is to be moved,
+    /// and the node; `None` if the VMM's memory is there, or if CRI chooses the memory nodes itself.
     fn follow_cri(&mut self, by_cri: &Bounds) -> Option<(Cpus, u32)> {
         let placer = &self.node.placer;
         let cpus = by_cri.cpus.as_ref().filter(|_| placer.is_active())?;
@@ -135,7 +149,7 @@ impl Driver {
         });
     }
 
-    /// Returns the place on `node` and the control group to move, or why the pod cannot be moved there.
+    /// Returns the place on `node` and the cgroup to move, or the reason why the pod cannot be moved there.
     fn may_move(&self, node: u32) -> Result<(Seat, Cgroup), PodError> {
         if self.state() != PodState::Ready {
             return Err(self.wrong_state("move the pod", self.state()));
@@ -167,13 +181,13 @@ impl Driver {
         if self.live.is_some() {
             self.placed = self.node.placer.bounds(Some(&seat));
             self.placement = Placement { seat: Some(seat), reason: "moved on request".to_owned() };
-            // CRI may have spoken meanwhile.
+            // CRI may have set other bounds meanwhile.
             self.place();
         }
         self.save_then(reply, Ok(moved));
     }
 
-    /// Returns where the VMM runs.
+    /// Returns the placement of the VMM.
     pub(super) fn view_place(&self) -> PlaceView {
         let is_up = self.live.is_some() || self.unreached.is_some();
         PlaceView {
@@ -184,7 +198,7 @@ impl Driver {
         }
     }
 
-    /// Runs `work`, which blocks, after the VMM is in its control group and earlier works are complete.
+    /// Runs the blocking `work` after the VMM is in its cgroup and earlier works are complete.
     fn in_turn(&mut self, work: impl FnOnce() + Send + 'static) {
         let counted = self.until_counted();
         let (over, placing) = oneshot::channel::<Infallible>();
@@ -201,13 +215,13 @@ impl Driver {
     }
 }
 
-/// Returns all nodes of the host but this one.
+/// Returns all nodes of the host except this one.
 fn others(placer: &Placer, node: u32) -> Option<Cpus> {
     let all = Cpus::union(placer.topology().nodes().iter().map(|node| Cpus::one(node.id)))?;
     all.without(Cpus::one(node).as_ref())
 }
 
-/// Restricts the VMM to `bounds`, with what works for it in the kernel.
+/// Restricts the VMM to `bounds`, together with the kernel threads that serve it.
 fn confine(cgroup: &Cgroup, vm: &dyn Vm, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
     let mut processes = vm.helpers();
     processes.push(vm.record().pid);
@@ -229,7 +243,7 @@ fn move_memory(
     };
     let before = read()?;
     let began = Instant::now();
-    // First the CPUs: from then on, new memory is taken from there.
+    // The CPUs first: from then on, new memory is taken from their node.
     let confined = confine(cgroup, vm, bounds);
     confined.map_err(|(path, error)| format!("cannot write {}: {error}", path.display()))?;
     if let Some(others) = others {

@@ -1,35 +1,39 @@
-//! Handles results of work on containers and execs: updates the records of their processes and answers the callers.
+//! Handles results of work on containers and execs: updates the records of their processes and replies to the callers.
 
-use std::{collections::HashMap, path::PathBuf, sync::Arc};
+use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 
-use super::{Done, Driver, EXEC, answer};
+use super::{Done, Driver, EXEC, OOM_KILLS, answer, journal_failed};
 use crate::{
     error::PodError,
     events::{Kind, TaskDetail},
+    front::Kept,
     pod::{
         Reply,
         container::{
-            Container, Exit, NewContainer, Phase, Process, StdioPaths,
-            io::{Io, RunningIo, Subject},
-            start::{self as work, Created, RunningVm},
+            Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+            io::{Io, Subject},
+            start::{self as work, Created},
         },
+        journal::JournalError,
         limits::SharedLimits,
-        stages::Stages,
     },
 };
+
+/// Pause after each report of the OOM killer: a guest can report anything, at any rate.
+const OOM_KILL_PAUSE: Duration = Duration::from_millis(100);
 
 impl Driver {
     pub(super) fn container_created(
         &mut self,
         new: NewContainer,
-        stages: Stages,
         result: Result<Box<Created>, PodError>,
         reply: Reply<()>,
     ) {
-        self.being_made.remove(&new.id);
+        let Some(making) = self.being_made.get(&new.id) else { return };
+        let (stages, is_deleted) = (making.stages.clone(), !making.deletions.is_empty());
         let made = match result {
             Ok(created) if self.live.is_some() => Ok(created),
             Ok(created) => {
@@ -41,12 +45,7 @@ impl Driver {
         };
         let created = match made {
             Ok(created) => created,
-            Err(error) => {
-                // Here and not only in the request: the caller may have gone, and the id
-                // would stay taken for ever.
-                self.node.registry.remove_container(&new.id);
-                return answer(reply, Err(error));
-            }
+            Err(error) => return self.not_made(&new.id, error, Ok(()), reply),
         };
         let Created { pid, io, disks, leases, message, cpus, mems, limits, intent } = *created;
         let container = Container {
@@ -62,25 +61,122 @@ impl Driver {
             paused: false,
             stages,
         };
-        let task = self.task(None, container.bundle.clone(), None);
-        self.containers.insert(new.id.clone(), Box::new(container));
-        self.place();
-        self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "", task);
-        let (written, pod) = (self.next_record(), self.spec.id.clone());
+        self.insert_container(new.id.clone(), Box::new(container));
+        if is_deleted || reply.is_closed() {
+            return self.undo_container(new.id, intent, self.unwanted(), reply);
+        }
+        self.follow_init(&new.id);
+        let written = self.next_record();
+        let of = new.id;
+        self.work.spawn(async move { Done::ContainerRecorded { of, intent, result: written.await, reply } });
+    }
+
+    /// Handles the writing of a created container's record. Undoes the creation if the write failed, because the next
+    /// worker would not know the container, or if the caller is gone, because nobody would.
+    pub(super) fn container_recorded(
+        &mut self,
+        of: ContainerId,
+        intent: Kept,
+        result: Result<(), JournalError>,
+        reply: Reply<()>,
+    ) {
+        if let Err(error) = result {
+            let why = journal_failed(&self.spec, &error);
+            return self.undo_container(of, intent, why, reply);
+        }
+        let is_deleted = self.being_made.get(&of).is_some_and(|making| !making.deletions.is_empty());
+        if is_deleted || reply.is_closed() {
+            return self.undo_container(of, intent, self.unwanted(), reply);
+        }
+        // The record is on disk.
+        intent.release();
+        self.being_made.remove(&of);
+        if let Some(container) = self.containers.get(&of) {
+            let task = self.task(None, container.bundle.clone(), None);
+            self.node.events.container(&self.spec.id, &of, Kind::ContainerCreated, "", task);
+        }
+        answer(reply, Ok(()));
+        self.remove_if_due();
+    }
+
+    fn unwanted(&self) -> PodError {
+        PodError::Cancelled(self.spec.id.clone())
+    }
+
+    /// Removes a created container without an owner, because of `why`.
+    fn undo_container(&mut self, of: ContainerId, intent: Kept, why: PodError, reply: Reply<()>) {
+        tracing::warn!(pod = %self.spec.id, container = %of, error = chain(&why), "undoing the creation of a container");
+        let disks = match self.take_container(&of, &never_started()) {
+            Some(container) => work::serials(&container.disks),
+            // The pod is being removed.
+            None => Vec::new(),
+        };
+        let live = self.live.clone();
         self.work.spawn(async move {
-            match written.await {
-                // The record is written here.
-                Ok(()) => intent.release(),
-                Err(error) => {
-                    tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
-                }
-            }
-            answer(reply, Ok(()));
-            Done::Nothing
+            let result = match live {
+                Some(live) => work::delete(&live, &of, &disks).await,
+                // The guest is gone, with everything in it.
+                None => Ok(()),
+            };
+            Done::ContainerUndone { of, intent, why, result, reply }
         });
     }
 
-    /// Returns what containerd's events say of a process of this pod.
+    pub(super) fn container_undone(
+        &mut self,
+        of: &ContainerId,
+        intent: Kept,
+        why: PodError,
+        result: Result<(), PodError>,
+        reply: Reply<()>,
+    ) {
+        match &result {
+            Ok(()) => intent.release(),
+            // The next worker finds the intent.
+            Err(error) => {
+                tracing::error!(pod = %self.spec.id, container = %of, error = chain(error), "cannot undo the creation of a container");
+            }
+        }
+        // The container may be on the record.
+        self.save();
+        self.not_made(of, why, result, reply);
+    }
+
+    /// Replies to callers that wait for a container that does not exist; `undone`: whether nothing of it is left.
+    fn not_made(&mut self, of: &ContainerId, why: PodError, undone: Result<(), PodError>, reply: Reply<()>) {
+        // Here and not only in the request: the caller may have gone, and the id would stay taken forever.
+        self.node.registry.remove_container(of);
+        answer(reply, Err(why));
+        let deletions = self.being_made.remove(of).map(|making| making.deletions).unwrap_or_default();
+        let undone = undone.map(|()| never_started()).map_err(Arc::new);
+        for deletion in deletions {
+            answer(deletion, undone.clone().map_err(PodError::Shared));
+        }
+        self.remove_if_due();
+    }
+
+    pub(super) fn insert_container(&mut self, id: ContainerId, container: Box<Container>) {
+        self.resizer.add(&id, container.limits.clone());
+        self.containers.insert(id, container);
+        self.place();
+    }
+
+    /// Removes a container and everything that this task and the front keep for it. Processes that have not exited get
+    /// `exit`.
+    pub(super) fn take_container(&mut self, of: &ContainerId, exit: &Exit) -> Option<Box<Container>> {
+        let mut container = self.containers.remove(of)?;
+        for process in container.processes_mut() {
+            process.close(exit.clone());
+        }
+        let execs: Vec<_> = container.execs.keys().cloned().collect();
+        self.forget_process(of, None, &execs);
+        self.resizer.remove(of);
+        self.readings.forget(Some(of));
+        self.place();
+        Some(container)
+    }
+
+    /// Returns the details that containerd's events contain for a process of this pod.
     pub(super) fn task(&self, exec: Option<ExecId>, bundle: PathBuf, exit: Option<&Exit>) -> TaskDetail {
         let pid = self.status.borrow().vmm_pid;
         TaskDetail { exec, pid, bundle, exit: exit.map(|exit| (exit.code, exit.at_ns)) }
@@ -91,80 +187,182 @@ impl Driver {
         of: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
-        io: Io,
-    ) -> Result<(), PodError> {
-        if !self.containers.contains_key(&of) {
-            io.let_go();
-            return Err(PodError::NoContainer(of));
+        result: Result<Io, PodError>,
+        reply: Reply<()>,
+    ) {
+        self.execs_being_made.remove(&(of.clone(), exec.clone()));
+        match result {
+            Err(error) => answer(reply, Err(error)),
+            Ok(io) => {
+                // Before the reply: the next worker needs it to find the streams.
+                let known = self.process(&of, None).map(drop);
+                let noted = known.and_then(|()| self.note(EXEC, &of, Some(&exec), &stdio));
+                let noted =
+                    noted.and_then(|()| if reply.is_closed() { Err(self.unwanted()) } else { Ok(()) });
+                match (noted, self.containers.get_mut(&of)) {
+                    (Ok(()), Some(container)) => {
+                        container.execs.insert(exec, Process::created(0, stdio, io));
+                        answer(reply, Ok(()));
+                    }
+                    (noted, _) => {
+                        io.let_go();
+                        let why = noted.err().unwrap_or_else(|| PodError::NoContainer(of.clone()));
+                        self.undo_exec(of, exec, why, reply);
+                    }
+                }
+            }
         }
-        // Before the answer: the next worker needs it to find the streams.
-        self.note(EXEC, &of, Some(&exec), &stdio)?;
-        if let Some(container) = self.containers.get_mut(&of) {
-            container.execs.insert(exec, Process::created(0, stdio, io));
-        }
-        Ok(())
+        self.remove_if_due();
+    }
+
+    /// Removes an exec without an owner from its guest, because of `why`.
+    fn undo_exec(&mut self, of: ContainerId, exec: ExecId, why: PodError, reply: Reply<()>) {
+        self.forget_process(&of, Some(&exec), &[]);
+        let (live, pod) = (self.live.clone(), self.spec.id.clone());
+        self.work.spawn(async move {
+            if let Some(live) = live
+                && let Err(error) = live.agent.delete_exec(&of, &exec).await
+            {
+                tracing::warn!(%pod, container = %of, %exec, %error, "cannot undo the creation of an exec");
+            }
+            answer(reply, Err(why));
+            Done::Nothing
+        });
     }
 
     pub(super) fn process_started(
         &mut self,
         subject: Subject,
-        result: Result<(u32, RunningIo), PodError>,
+        result: Result<u32, PodError>,
         reply: Reply<()>,
     ) {
-        let (pid, running) = match result {
-            Ok(started) => started,
+        let pid = match result {
+            Ok(pid) => pid,
             Err(error) => {
-                // It never ran: waiters see an exit with the code for that.
+                if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
+                    (process.running, process.early_exit) = (None, None);
+                }
+                // The process never ran: waiters see an exit with the code for that.
                 let exit = Exit { code: 128, at_ns: now_ns(), reason: chain(&error) };
                 self.process_ended(&subject, exit);
                 return answer(reply, Err(error));
             }
         };
-        let Some(live) = self.live.clone() else {
+        if self.live.is_none() {
             return answer(reply, Err(self.wrong_state("start a process", self.state())));
-        };
+        }
         let kind = if subject.exec.is_none() { Kind::ContainerStarted } else { Kind::ExecStarted };
+        let mut early_exit = None;
         if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
             process.pid = pid;
             process.phase.send_replace(Phase::Running);
+            early_exit = process.early_exit.take();
         }
         let task = self.task(subject.exec.clone(), PathBuf::new(), None);
         let detail = format!("guest process {pid}");
         self.node.events.container(&self.spec.id, &subject.container, kind, detail, task);
-        let exec = subject.exec.is_some();
-        self.follow(live, subject, now_ns(), running);
-        // For an exec, the agent knows.
-        if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
+        match subject.exec {
+            None => {
+                self.save_then(reply, Ok(()));
+                if let Some(exit) = early_exit {
+                    self.process_ended(&subject, exit);
+                }
+            }
+            Some(_) => {
+                self.follow(subject, now_ns());
+                // The agent knows.
+                answer(reply, Ok(()));
+            }
+        }
     }
 
-    /// Waits for the exit of a process that ran at `since` or later.
-    pub(super) fn follow(&mut self, live: RunningVm, subject: Subject, since: u64, running: RunningIo) {
+    /// Waits for the exit of a container's init from its creation on, so that its exit is reported whatever ends it.
+    pub(super) fn follow_init(&mut self, of: &ContainerId) {
+        self.follow(Subject { container: of.clone(), exec: None }, now_ns());
+    }
+
+    /// Waits for the exit of a process that existed at `since` or later.
+    pub(super) fn follow(&mut self, subject: Subject, since: u64) {
+        let Some(live) = self.live.clone() else { return };
+        let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) else { return };
+        process.is_followed = true;
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
-        let helpers = self.node.volumes.helpers.clone();
+        let helpers = self.node.volumes.helpers.of(&self.spec.uid);
         self.work.spawn(async move {
-            let exit = work::follow(&live, &subject, since, running, message, &helpers).await;
+            let exit = work::follow(&live, &subject, since, message, &helpers).await;
             Done::ProcessEnded { subject, exit }
         });
     }
 
-    pub(super) fn process_ended(&mut self, subject: &Subject, exit: Exit) {
+    /// Handles the exit of a followed process. Its start is reported first.
+    pub(super) fn exit_seen(&mut self, subject: &Subject, exit: Exit) {
+        let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) else { return };
+        if *process.phase.borrow() == Phase::Starting {
+            process.early_exit = Some(exit);
+            return;
+        }
+        self.process_ended(subject, exit);
+    }
+
+    fn process_ended(&mut self, subject: &Subject, exit: Exit) {
         let kind = if subject.exec.is_none() { Kind::ContainerExited } else { Kind::ExecExited };
         let detail = match exit.reason.as_str() {
             "" => format!("exit code {}", exit.code),
             reason => format!("exit code {}: {reason}", exit.code),
         };
-        let out_of_memory = exit.reason == work::OUT_OF_MEMORY;
         let task = self.task(subject.exec.clone(), PathBuf::new(), Some(&exit));
-        if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
-            process.end(exit);
-            if out_of_memory {
-                let events = &self.node.events;
-                let (pod, container) = (&self.spec.id, &subject.container);
-                events.container(pod, container, Kind::ContainerOutOfMemory, "", task.clone());
-            }
-            self.node.events.container(&self.spec.id, &subject.container, kind, detail, task);
+        let process = self.process_mut(&subject.container, subject.exec.as_ref());
+        let Ok(process) = process.map_err(drop).and_then(|process| match process.has_exited() {
+            false => Ok(process),
+            true => Err(()),
+        }) else {
+            return;
+        };
+        process.end(exit);
+        // containerd asks whether the OOM killer was active.
+        self.readings.forget(Some(&subject.container));
+        self.readings.forget(None);
+        self.node.events.container(&self.spec.id, &subject.container, kind, detail, task);
+        if subject.exec.is_none() {
+            self.resizer.remove(&subject.container);
+            self.save();
         }
+    }
+
+    /// Waits for the OOM killer in the guest. Events up to the number `seen` have been reported, the last `just_now` of
+    /// them just before.
+    pub(super) fn watch_oom_killer(&mut self, seen: u64, just_now: u32) {
+        let Some(live) = self.live.clone() else { return };
+        let cancel = self.cancel.clone();
+        self.work.spawn(async move {
+            let next = async {
+                tokio::time::sleep(OOM_KILL_PAUSE * just_now).await;
+                live.agent.next_oom_kills(seen).await
+            };
+            match cancel.run_until_cancelled(next).await {
+                Some(Ok((of, last))) if last > seen => Done::OutOfMemory { of, seen: last },
+                // A response without an event is not a report.
+                Some(Ok(_)) | None => Done::Nothing,
+                Some(Err(error)) => {
+                    tracing::debug!(error = chain(&error), "no reports of the guest's OOM killer");
+                    Done::Nothing
+                }
+            }
+        });
+    }
+
+    /// Reports that the OOM killer killed processes of these containers.
+    pub(super) fn out_of_memory(&mut self, of: &[ContainerId], seen: u64) {
+        for id in of {
+            let Some(container) = self.containers.get(id) else { continue };
+            let task = self.task(None, container.bundle.clone(), None);
+            self.node.events.container(&self.spec.id, id, Kind::ContainerOutOfMemory, "", task);
+        }
+        if let Err(error) = self.note(OOM_KILLS, &self.spec.id, None, &seen) {
+            tracing::warn!(error = chain(&error), "a report of the OOM killer may be repeated");
+        }
+        self.watch_oom_killer(seen, u32::try_from(of.len()).unwrap_or(u32::MAX).max(1));
     }
 
     pub(super) fn deleted(
@@ -181,21 +379,12 @@ impl Driver {
                 Some(exec) => {
                     let removed = self.containers.get_mut(&of).and_then(|of| of.execs.remove(exec));
                     if let Some(mut process) = removed {
-                        process.end(exit.clone());
+                        process.close(exit.clone());
                     }
                     self.forget_process(&of, Some(exec), &[]);
                 }
                 None => {
-                    if let Some(mut container) = self.containers.remove(&of) {
-                        self.place();
-                        container.init.end(exit.clone());
-                        for process in container.execs.values_mut() {
-                            process.end(exit.clone());
-                        }
-                        let execs: Vec<_> = container.execs.into_keys().collect();
-                        self.forget_process(&of, None, &execs);
-                    }
-                    self.readings.forget(Some(&of));
+                    self.take_container(&of, exit);
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "", task);
                 }
@@ -206,4 +395,9 @@ impl Driver {
             None => self.save_then(reply, removed),
         }
     }
+}
+
+/// Returns the exit of a process that was never started, and so has none of its own.
+pub(super) fn never_started() -> Exit {
+    Exit { code: KILLED, at_ns: now_ns(), reason: "it was never started".to_owned() }
 }

@@ -1,15 +1,19 @@
 //! Handles requests to the pod's task: changes its state and starts work, without waiting.
 
-use std::future::Future;
+use std::{future::Future, time::Duration};
 
-use sandboxer_base::{chain, clock::now_ns};
+use futures::future::{OptionFuture, join_all};
+use sandboxer_base::chain;
 use sandboxer_guest::{GuestError, Signal};
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     stage::Stage,
 };
 
-use super::{CLOSED, Done, Driver, answer, journal_failed};
+use super::{
+    CLOSED, Done, Driver, Limited, Making, answer, journal_failed, placement::HostCpus,
+    processes::never_started,
+};
 use crate::{
     error::PodError,
     events::Kind,
@@ -18,7 +22,7 @@ use crate::{
         Reply, Request,
         admission::Work,
         container::{
-            self, Container, Exit, KILLED, NewContainer, Phase, StdioPaths,
+            self, Container, Exit, NewContainer, Phase, StdioPaths,
             io::Subject,
             start::{self as work, CreateContext, RunningVm},
         },
@@ -30,6 +34,9 @@ use crate::{
     state::PodState,
     traces::SpanContext,
 };
+
+/// Time limit of a deletion for output that nobody reads; then the rest is lost, as with a shim.
+const OUTPUT_WITHIN: Duration = Duration::from_secs(2);
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
@@ -48,7 +55,8 @@ impl Driver {
             Request::Signal { of, exec, signal, reply } => self.on_signal(of, exec, signal, reply),
             Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
             Request::CloseStdin { of, exec, reply } => {
-                let closed = self.process(&of, exec.as_ref()).map(|process| {
+                let closed = self.process_mut(&of, exec.as_ref()).map(|process| {
+                    process.is_stdin_closed = true;
                     if let Some(stdin) = &process.stdin {
                         stdin.close();
                     }
@@ -104,10 +112,10 @@ impl Driver {
                 let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
                 let intent = self.next_record();
                 self.work.spawn(async move {
-                    // Recorded before the first process: a daemon that dies from here on leaves a
-                    // trace that the next one finds.
+                    // Recorded before the first process: a daemon that dies after this leaves a trace that the next one
+                    // finds.
                     if let Err(error) = intent.await {
-                        return Done::PodStarted(Err(journal_failed(&spec, error)));
+                        return Done::PodStarted(Err(journal_failed(&spec, &error)));
                     }
                     Done::PodStarted(start::start(&node, &spec, &key, &stages, &cancel).await)
                 });
@@ -135,7 +143,7 @@ impl Driver {
                     self.end_vm();
                 }
             }
-            // No caller waits: an earlier attempt has failed and was answered.
+            // No caller waits: an earlier attempt has failed, and its result was sent.
             PodState::Stopping if !self.ending => self.end_vm(),
             PodState::Stopping => {}
         }
@@ -164,7 +172,7 @@ impl Driver {
             return;
         }
         if self.state() == PodState::Stopped {
-            self.remove();
+            self.remove_if_due();
         } else {
             // Once stopped, the pod is removed: see `stopped`.
             let (reply, _) = tokio::sync::oneshot::channel();
@@ -172,21 +180,28 @@ impl Driver {
         }
     }
 
-    pub(super) fn remove(&mut self) {
+    /// Removes the pod if this was requested, the pod has stopped, and no creation in it is unfinished: a creation
+    /// undoes its own work.
+    pub(super) fn remove_if_due(&mut self) {
+        let is_making = !self.being_made.is_empty() || !self.execs_being_made.is_empty();
+        let is_due = self.state() == PodState::Stopped && !self.remove_waiters.is_empty();
+        if !is_due || is_making || std::mem::replace(&mut self.removing, true) {
+            return;
+        }
         let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
         let shares = self.volumes.shares.clone();
-        for (of, container) in std::mem::take(&mut self.containers) {
-            let execs: Vec<_> = container.execs.into_keys().collect();
-            self.forget_process(&of, None, &execs);
+        let containers: Vec<_> = self.containers.keys().cloned().collect();
+        for of in containers {
+            self.take_container(&of, &never_started());
         }
         self.work.spawn(async move {
             shares.end().await;
-            let cleared = stop::clear(&node, &spec).await;
-            let forgotten = journal.remove().await;
-            if let Err(error) = forgotten {
-                tracing::error!(pod = %spec.id, error = chain(&error), "cannot delete the pod's record");
-            }
-            Done::Removed(cleared)
+            let removed = async {
+                stop::clear(&node, &spec).await?;
+                // Last: without the record, the next worker could not find what is left.
+                journal.remove().await.map_err(|error| journal_failed(&spec, &error))
+            };
+            Done::Removed(removed.await)
         });
     }
 
@@ -201,9 +216,10 @@ impl Driver {
         let running = self.containers.iter().filter(|(_, container)| runs(container));
         new.beside = running.map(|(id, _)| id.clone()).collect();
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone()).within(request);
-        self.being_made.insert(new.id.clone(), stages.clone());
+        let (counted, cancel) = (self.until_counted(), self.cancel.child_token());
+        let making = Making { stages: stages.clone(), cancel: cancel.clone(), deletions: Vec::new() };
+        self.being_made.insert(new.id.clone(), making);
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
-        let (counted, cancel) = (self.until_counted(), self.cancel.clone());
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
@@ -218,11 +234,12 @@ impl Driver {
                 let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
                 let place = stages.run(Stage::Queue, turn).await?;
                 let (front, rootfs) = (&node.front, &node.rootfs);
-                let means = CreateContext { front, rootfs, volumes: &volumes, stages: &stages, place };
+                let (volumes, stages, cancel) = (&volumes, &stages, &cancel);
+                let means = CreateContext { front, rootfs, volumes, stages, place, cancel };
                 work::create(&spec, &live, means, &new, guest_spec).await
             };
             let result = made.await.map(Box::new);
-            Done::ContainerCreated { new: Box::new(new), stages, result, reply }
+            Done::ContainerCreated { new: Box::new(new), result, reply }
         });
     }
 
@@ -237,12 +254,18 @@ impl Driver {
         if let Err(error) = self.running(&of, None) {
             return answer(reply, Err(error));
         }
-        if self.process(&of, Some(&exec)).is_ok() {
+        let subject = (of.clone(), exec.clone());
+        if self.process(&of, Some(&exec)).is_ok() || self.execs_being_made.contains(&subject) {
             return answer(reply, Err(PodError::ExecExists { container: of, exec }));
+        }
+        if self.containers.get(&of).is_some_and(|container| container.paused) {
+            let (subject, state) = (format!("container {of}"), "paused".to_owned());
+            return answer(reply, Err(PodError::State { action: "create an exec", subject, state }));
         }
         let Some(live) = self.live.clone() else {
             return answer(reply, Err(self.wrong_state("create an exec", self.state())));
         };
+        self.execs_being_made.insert(subject);
         let (pod, front) = (self.spec.id.clone(), self.node.front.clone());
         self.work.spawn(async move {
             let result = work::create_exec(&pod, &live, &front, &of, &exec, &process, &stdio).await;
@@ -281,30 +304,40 @@ impl Driver {
         process.phase.send_replace(Phase::Starting);
         let subject = Subject { container: of, exec };
         let (running, stdin) = io.run(&live.agent, &subject, false);
+        if let Some(stdin) = stdin.as_ref().filter(|_| process.is_stdin_closed) {
+            stdin.close();
+        }
         process.stdin = stdin;
+        let input = running.gate();
+        process.running = Some(running);
         self.work.spawn(async move {
             let release = work::release(&live, &subject);
             let result = match subject.exec {
                 None => stages.run(sandboxer_protocol::stage::Stage::ContainerStart, release).await,
                 Some(_) => release.await,
             };
-            running.let_in();
-            Done::ProcessStarted { subject, result: result.map(|pid| (pid, running)), reply }
+            input.notify_one();
+            Done::ProcessStarted { subject, result, reply }
         });
     }
 
     fn on_signal(&mut self, of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
-        // It may have ended the process: the agent knows.
+        // The agent knows whether the signal ended the process.
         let checked = match signal.again {
             true => self.process(&of, exec.as_ref()).map(drop),
             false => self.running(&of, exec.as_ref()),
         };
-        let phase = self.process(&of, exec.as_ref()).map(|process| process.phase.subscribe());
-        let (mut phase, live) = match (checked.and(phase), self.live.clone()) {
+        let process = self.process(&of, exec.as_ref());
+        let watched = process.map(|process| (process.phase.subscribe(), process.is_followed));
+        let ((mut phase, is_followed), live) = match (checked.and(watched), self.live.clone()) {
             (Err(error), _) => return answer(reply, Err(error)),
             (Ok(_), None) => return self.on_signal_unreached(of, exec, &signal, reply),
-            (Ok(phase), Some(live)) => (phase, live),
+            (Ok(watched), Some(live)) => (watched, live),
         };
+        // The exit is reported after the termination message was written, which may have to wait for a volume.
+        let has_message = self.containers.get(&of).is_some_and(|container| container.message.is_some());
+        let writing = if has_message { self.node.config.volumes.timeout } else { Duration::ZERO };
+        let limit = live.agent.patience() + writing;
         self.work.spawn(async move {
             let asked = live.agent.signal_process(&of, exec.as_ref(), &signal).await;
             // A kill always kills, whatever the guest does.
@@ -317,7 +350,10 @@ impl Driver {
                 return Done::GuestLost(error.into());
             }
             answer(reply, asked.map_err(PodError::from));
-            let limit = live.agent.patience();
+            // Only an exit that this daemon waits for can show that the guest does not end a process.
+            if !is_followed {
+                return Done::Nothing;
+            }
             match tokio::time::timeout(limit, phase.wait_for(|phase| phase.exit().is_some())).await {
                 Ok(_) => Done::Nothing,
                 Err(_) => Done::GuestLost(live.agent.kept_alive(of, limit).into()),
@@ -325,8 +361,8 @@ impl Driver {
         });
     }
 
-    /// Handles a signal to a guest that cannot be reached: the signal is lost, but a kill of a container ends the VMM,
-    /// because containerd kills containers before it stops a pod.
+    /// Handles a signal to an unreachable guest: the signal is lost, but a kill of a container ends the VMM, because
+    /// containerd kills containers before it stops a pod.
     fn on_signal_unreached(
         &mut self,
         of: ContainerId,
@@ -342,7 +378,7 @@ impl Driver {
         self.work.spawn(async move {
             let resolved = status.wait_for(|status| status.state != PodState::Unknown);
             if tokio::time::timeout(limit, resolved).await.is_ok() {
-                // The caller retries until the guest answers or everything has ended.
+                // The caller retries until the guest responds or everything has ended.
                 answer(reply, Err(refused));
                 return Done::Nothing;
             }
@@ -353,11 +389,16 @@ impl Driver {
     }
 
     fn on_delete(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit>) {
+        if let (Some(making), None) = (self.being_made.get_mut(&of), &exec) {
+            // The creation ends, undoes its work and replies.
+            making.cancel.cancel();
+            return making.deletions.push(reply);
+        }
         let process = match self.process(&of, exec.as_ref()) {
             Ok(process) => process,
             Err(error) => return answer(reply, Err(error)),
         };
-        // The guest may have it.
+        // The guest may have the container.
         if self.live.is_none() && self.unreached.is_some() {
             return answer(reply, Err(self.wrong_state("delete a process", self.state())));
         }
@@ -367,23 +408,29 @@ impl Driver {
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
         }
-        // A process that was never started has no exit.
-        let exit = phase.exit().cloned().unwrap_or_else(|| Exit {
-            code: KILLED,
-            at_ns: now_ns(),
-            reason: "it was never started".to_owned(),
-        });
-        let disks = self.containers.get(&of).map(|c| c.disks.clone()).unwrap_or_default();
+        let exit = phase.exit().cloned().unwrap_or_else(never_started);
+        let disks = self.containers.get(&of).map(|of| work::serials(&of.disks)).unwrap_or_default();
+        let last_outputs: Vec<_> = match (self.containers.get_mut(&of), &exec) {
+            (None, _) => Vec::new(),
+            (Some(of), None) => of.processes_mut().filter_map(|process| process.last_output.take()).collect(),
+            (Some(of), Some(exec)) => of
+                .process_mut(Some(exec))
+                .and_then(|process| process.last_output.take())
+                .into_iter()
+                .collect(),
+        };
         let (live, front, pod) = (self.live.clone(), self.node.front.clone(), self.spec.id.clone());
-        // Its exit is recorded before the agent forgets it.
+        // The exit is recorded before the agent forgets it.
         let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
-            if let Some(Err(error)) = futures::future::OptionFuture::from(recorded).await {
-                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
+            if let Some(Err(error)) = OptionFuture::from(recorded).await {
+                // The record is written again after the deletion.
+                tracing::warn!(%pod, error = chain(&error), "cannot record a container's exit before its deletion");
             }
+            join_all(last_outputs.into_iter().map(|last_output| last_output.within(OUTPUT_WITHIN))).await;
             front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
             let result = match (&live, &exec) {
-                // The guest is gone, and all that was in it.
+                // The guest is gone, with everything in it.
                 (None, _) => Ok(()),
                 (Some(live), None) => work::delete(live, &of, &disks).await,
                 (Some(live), Some(exec)) => live.agent.delete_exec(&of, exec).await.map_err(PodError::from),
@@ -409,38 +456,23 @@ impl Driver {
     }
 
     fn on_update(&mut self, of: ContainerId, resources: Vec<u8>, reply: Reply<()>) {
-        let checked = self.running(&of, None);
-        let resources = if checked.is_ok() { self.update_cpus(&of, resources) } else { Vec::new() };
-        let readings = self.readings.clone();
-        let live = match (checked, self.live.clone()) {
-            (Ok(()), Some(live)) if ContainerLimits::of_json(&resources) != ContainerLimits::default() => {
-                live
-            }
-            (checked, _) => {
-                return self.forward(checked, reply, move |live| async move {
-                    live.agent.update_container(&of, resources).await?;
-                    readings.forget(Some(&of));
-                    readings.forget(None);
-                    Ok(())
-                });
-            }
+        if let Err(error) = self.running(&of, None) {
+            return answer(reply, Err(error));
+        }
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
         };
-        let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
-        let all = self.containers.iter().filter(|(_, container)| !ended(container));
-        let all: Vec<_> = all.map(|(id, container)| (id.clone(), container.limits.clone())).collect();
+        let (cpus, resources) = HostCpus::take(resources);
         let resizer = self.resizer.clone();
         self.work.spawn(async move {
-            let mut change = resizer.change(&*live.vm, &live.agent).await;
-            let changed = change.of_container(&of, resources, &all).await;
-            // They tell limits, too.
-            readings.forget(Some(&of));
-            readings.forget(None);
-            let containers = changed.as_ref().ok().copied();
-            answer(reply, changed.map(drop));
-            if containers.is_some() {
-                change.end(containers).await;
+            if ContainerLimits::of_json(&resources) == ContainerLimits::default() {
+                let result = live.agent.update_container(&of, resources).await.map_err(PodError::from);
+                let of = Some((of, cpus));
+                return Done::Limited(Limited { of, change: None, result, reply });
             }
-            Done::Limited { limits: change.limits(), size: change.size().await }
+            let mut change = resizer.change(&live).await;
+            let result = change.of_container(&of, resources).await;
+            Done::Limited(Limited { of: Some((of, cpus)), change: Some(change), result, reply })
         });
     }
 
@@ -449,17 +481,11 @@ impl Driver {
             return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
         };
         let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
-        let (resizer, readings) = (self.resizer.clone(), self.readings.clone());
+        let resizer = self.resizer.clone();
         self.work.spawn(async move {
-            let mut change = resizer.change(&*live.vm, &live.agent).await;
-            let changed = change.of_pod(&limits).await;
-            readings.forget(None);
-            let is_changed = changed.is_ok();
-            answer(reply, changed);
-            if is_changed {
-                change.end(None).await;
-            }
-            Done::Limited { limits: change.limits(), size: change.size().await }
+            let mut change = resizer.change(&live).await;
+            let result = change.of_pod(&limits).await;
+            Done::Limited(Limited { of: None, change: Some(change), result, reply })
         });
     }
 

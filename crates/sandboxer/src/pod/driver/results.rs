@@ -1,4 +1,4 @@
-//! Handles results of work: updates the pod's state and answers the waiters.
+//! Handles results of work: updates the pod's state and replies to the waiters.
 
 use std::{iter, net::TcpListener, path::PathBuf, sync::Arc};
 
@@ -7,10 +7,11 @@ use sandboxer_vmm::{Shape, VmExit, VmmError};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{CLOSED, Done, Driver, answer, answer_all, journal_failed};
+use super::{CLOSED, Done, Driver, Limited, OOM_KILLS, answer, answer_all, journal_failed};
 use crate::{
     error::PodError,
     events::{Kind, TaskDetail},
+    front,
     pod::{
         cgroup_attach::CgroupAttach,
         container::{
@@ -18,10 +19,11 @@ use crate::{
             io::{StdinCloser, Subject},
         },
         forward, host_ports,
+        journal::JournalError,
         placer::Placement,
         recover::{Reached, Resolved, Unreached, settle},
+        resize::Change,
         sandbox_exit, session,
-        spec::Limits,
         start::{self, Up},
         volumes::Volumes,
     },
@@ -32,7 +34,10 @@ impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
         match done {
             Done::Nothing | Done::Removed(_) => {}
-            Done::Limited { limits, size } => self.limited(limits, size),
+            Done::Limited(limited) => self.limited(limited),
+            Done::LimitsRecorded { written, change, is_changed } => {
+                self.limits_recorded(written, change, is_changed);
+            }
             Done::Measured(size) => self.measured(size),
             Done::PodStarted(Ok(up)) => self.pod_started(up),
             Done::PodStarted(Err(error)) => self.start_failed(error),
@@ -44,20 +49,21 @@ impl Driver {
             Done::Resolved(resolved) => self.resolved(resolved),
             Done::VmEnded(exit) => self.vm_ended(exit),
             Done::GuestLost(error) => self.guest_lost(error),
-            Done::ContainerCreated { new, stages, result, reply } => {
-                self.container_created(*new, stages, result, reply);
+            Done::ContainerCreated { new, result, reply } => self.container_created(*new, result, reply),
+            Done::ContainerRecorded { of, intent, result, reply } => {
+                self.container_recorded(of, intent, result, reply);
+            }
+            Done::ContainerUndone { of, intent, why, result, reply } => {
+                self.container_undone(&of, intent, why, result, reply);
             }
             Done::ExecCreated { of, exec, stdio, result, reply } => {
-                let made = result.and_then(|io| self.exec_created(of, exec, stdio, io));
-                answer(reply, made);
+                self.exec_created(of, exec, stdio, result, reply);
             }
             Done::ProcessStarted { subject, result, reply } => self.process_started(subject, result, reply),
-            Done::ProcessEnded { subject, exit } => {
-                self.process_ended(&subject, exit);
-                if subject.exec.is_none() {
-                    self.save();
-                }
-            }
+            Done::ProcessEnded { subject, exit } => self.exit_seen(&subject, exit),
+            Done::OutOfMemory { of, seen } => self.out_of_memory(&of, seen),
+            Done::Written(written) => self.written(written),
+            Done::Rewrite(pause) => self.rewrite(pause),
             Done::Moved { result, reply } => self.moved(result, reply),
             Done::Deleted { of, exec, result, reply } => self.deleted(of, exec, result, reply),
             Done::Paused { of, paused, result, reply } => {
@@ -71,14 +77,51 @@ impl Driver {
         }
     }
 
-    /// Records changed limits of the pod, and of its containers.
-    fn limited(&mut self, changed: Limits, size: Option<Shape>) {
-        self.spec.limits = self.spec.limits.changed_by(changed);
-        self.measured(size);
-        self.save();
+    /// Records changed limits of the pod or of a container before the reply, because the caller relies on them. Only
+    /// then does the VM shrink.
+    fn limited(&mut self, Limited { of, change, result, reply }: Limited) {
+        // Cached statistics contain the old limits.
+        if let Some((of, _)) = &of {
+            self.readings.forget(Some(of));
+        }
+        self.readings.forget(None);
+        if let Some(change) = &change {
+            self.spec.limits = self.spec.limits.changed_by(change.limits());
+        }
+        let is_changed = result.is_ok();
+        if let Some((of, cpus)) = of.filter(|_| is_changed) {
+            self.update_cpus(&of, cpus);
+        }
+        let (recorded, spec) = (self.next_record(), self.spec.clone());
+        self.work.spawn(async move {
+            let written = recorded.await;
+            answer(
+                reply,
+                result.and(written.as_ref().map(drop).map_err(|error| journal_failed(&spec, error))),
+            );
+            Done::LimitsRecorded { written, change, is_changed }
+        });
     }
 
-    /// Counts the VM with the size that it has now.
+    fn limits_recorded(
+        &mut self,
+        written: Result<(), JournalError>,
+        change: Option<Change>,
+        is_changed: bool,
+    ) {
+        if let Some(change) = change {
+            let shrinks = is_changed && written.is_ok();
+            self.work.spawn(async move {
+                if shrinks {
+                    change.end().await;
+                }
+                Done::Measured(change.size().await)
+            });
+        }
+        self.written(written);
+    }
+
+    /// Accounts for the VM with its current size.
     fn measured(&mut self, size: Option<Shape>) {
         let Some(Shape { vcpus, memory_mib, .. }) = size else { return };
         self.size = Shape { vcpus, memory_mib, ..self.size };
@@ -89,14 +132,16 @@ impl Driver {
 
     fn pod_started(&mut self, up: Up) {
         self.wait_until_counted(up.counting);
-        if self.state() == PodState::Stopping {
+        let unwanted = match self.state() {
             // The stop came when the start was already complete.
+            PodState::Stopping => Err(PodError::Cancelled(self.spec.id.clone())),
+            // The result belongs to no request.
+            _ => self.may_become(PodState::Ready),
+        };
+        if let Err(error) = unwanted {
             self.live = Some(up.live);
-            return self.end_vm();
-        }
-        if let Err(error) = self.may_become(PodState::Ready) {
-            // It belongs to no request.
-            self.live = Some(up.live);
+            // If the VM cannot be ended, its exit is seen later.
+            self.watch_vm();
             self.end_vm();
             return answer_all(self.start_waiters.drain(..), Err(error));
         }
@@ -114,6 +159,7 @@ impl Driver {
         self.placement = up.placement;
         self.live = Some(up.live);
         self.watch_vm();
+        self.watch_oom_killer(0, 0);
         self.forward_ports(up.host_ports);
         let detail = format!("VMM is process {pid}");
         self.node.events.pod_task(&self.spec.id, Kind::PodReady, detail, self.sandbox_task());
@@ -122,9 +168,9 @@ impl Driver {
         let spec = self.spec.clone();
         self.work.spawn(async move {
             // Recorded before containerd is notified, so that the next daemon knows what containerd knows.
-            let recorded = recorded.await.map_err(|error| journal_failed(&spec, error));
-            answer_all(waiters, recorded);
-            Done::Nothing
+            let written = recorded.await;
+            answer_all(waiters, written.as_ref().map(drop).map_err(|error| journal_failed(&spec, error)));
+            Done::Written(written)
         });
     }
 
@@ -175,14 +221,14 @@ impl Driver {
         }
     }
 
-    /// Ends the VM of a guest that broke its session, or that cannot be controlled or counted;
-    /// the pod ends with it.
+    /// Ends the VM of a guest that broke its session or that cannot be controlled, or of a VMM that cannot be moved to
+    /// its cgroup; the pod ends with it.
     fn guest_lost(&mut self, error: PodError) {
         if let (PodState::Unknown, Some(unreached)) = (self.state(), self.unreached.clone()) {
             let pod = self.spec.id.clone();
             self.status.send_modify(|status| status.reason = chain(&error));
             self.work.spawn(async move {
-                // The task that waits for its answer sees the exit.
+                // The task that waits for the guest's response sees the exit.
                 if let Err(error) = unreached.vmm.end().await {
                     tracing::error!(%pod, error = chain(&error), "cannot kill the VMM of a faulty guest");
                 }
@@ -213,8 +259,9 @@ impl Driver {
         self.live = None;
         self.unreached = None;
         self.placement = Placement::default();
+        self.node.front.forget(&front::key(OOM_KILLS, &self.spec.id, None));
         self.cancel.cancel();
-        // The volumes of the guest are not updated any more.
+        // The volumes of the guest are no longer updated.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
         self.forwarding = None;
         host_ports::let_go(&self.node.front, &self.spec, &std::mem::take(&mut self.host_ports));
@@ -256,12 +303,10 @@ impl Driver {
         for reply in self.stop_waiters.drain(..) {
             answer(reply, Ok(()));
         }
-        if !self.remove_waiters.is_empty() {
-            self.remove();
-        }
+        self.remove_if_due();
     }
 
-    /// Records that the VMM could not be ended. If it ends later, the pod stops.
+    /// Records that the VMM could not be ended. If it exits later, the pod stops.
     fn stop_failed(&mut self, error: VmmError) {
         self.ending = false;
         tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot kill the pod's VMM; the pod stays until it exits");
@@ -271,7 +316,7 @@ impl Driver {
         }
     }
 
-    /// Waits until an earlier daemon's pod answers or its VMM exits.
+    /// Waits until an earlier daemon's pod responds or its VMM exits.
     pub(super) fn wait_for_answer(&mut self, unreached: Arc<Unreached>) {
         self.unreached = Some(unreached.clone());
         if self.state() == PodState::Stopping {
@@ -323,30 +368,37 @@ impl Driver {
         self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, &live.vm));
         self.forward_ports(host_ports);
         self.place();
-        let mut running = Vec::new();
+        let mut followed = Vec::new();
         for (id, container) in &mut self.containers {
             let execs = container.execs.iter_mut().map(|(id, exec)| (Some(id.clone()), exec));
             for (exec, process) in std::iter::once((None, &mut container.init)).chain(execs) {
-                if *process.phase.borrow() != Phase::Running {
-                    continue;
-                }
                 let subject = Subject { container: id.clone(), exec };
-                if let Some(io) = process.io.take() {
+                process.is_stdin_closed = self.node.front.take(&subject.key(CLOSED)).is_some();
+                let phase = process.phase.borrow().clone();
+                if phase != Phase::Created
+                    && let Some(io) = process.io.take()
+                {
                     let (copies, stdin): (_, Option<StdinCloser>) = io.run(&live.agent, &subject, true);
-                    let closed = self.node.front.take(&subject.key(CLOSED)).is_some();
-                    if let Some(stdin) = stdin.as_ref().filter(|_| closed) {
+                    if let Some(stdin) = stdin.as_ref().filter(|_| process.is_stdin_closed) {
                         stdin.close();
                     }
-                    process.stdin = stdin;
-                    running.push((subject, copies));
+                    (process.running, process.stdin) = (Some(copies), stdin);
+                }
+                match phase {
+                    Phase::Exited(_) => process.pass_last_output(),
+                    // A created exec has no process to wait for.
+                    Phase::Created if subject.exec.is_some() => {}
+                    Phase::Created | Phase::Starting | Phase::Running => followed.push(subject),
                 }
             }
         }
+        let seen = self.node.front.take(&front::key(OOM_KILLS, &self.spec.id, None));
+        self.watch_oom_killer(seen.and_then(|seen| seen.note()).unwrap_or_default(), 0);
         let created = self.status.borrow().created_at_ns;
-        for (subject, copies) in running {
-            self.follow(live.clone(), subject, created, copies);
+        for subject in followed {
+            self.follow(subject, created);
         }
-        // An earlier daemon may have changed it.
+        // An earlier daemon may have changed the size.
         let (resizer, vm) = (self.resizer.clone(), live.vm.clone());
         self.work.spawn(async move { Done::Measured(resizer.size(&*vm).await.ok()) });
         let volumes = self.volumes.clone();
@@ -365,17 +417,18 @@ impl Driver {
             let cancel = self.cancel.clone();
             live.agent.follow();
             self.work.spawn(async move {
-                // Boxed: what waits with it has space for it twice.
+                // Boxed: the future that waits with it would have space for it twice.
                 let kept = Box::pin(session::keep(node, pod, key, live.clone()));
                 let broken = cancel.run_until_cancelled(kept).await;
-                // The waiters get this one.
+                // The waiters get this error.
                 live.agent.give_up();
                 broken.map_or(Done::Nothing, Done::GuestLost)
             });
         }
     }
 
-    /// Returns what containerd's events say of the pod; `None` if it does not know the pod as a container.
+    /// Returns the details that containerd's events contain for the pod; `None` if it does not know the pod as a
+    /// container.
     fn sandbox_task(&self) -> Option<TaskDetail> {
         let bundle = self.spec.bundle.clone()?;
         let status = self.status.borrow();
@@ -399,7 +452,7 @@ impl Driver {
 
     pub(super) fn answer_removed(&mut self, result: Result<(), PodError>) {
         if result.is_ok() {
-            // Before the answer: the caller may reuse the id.
+            // Before the reply: the caller may reuse the id.
             self.node.registry.remove(&self.spec.id);
             self.node.events.pod_task(&self.spec.id, Kind::PodRemoved, "", self.sandbox_task());
         }

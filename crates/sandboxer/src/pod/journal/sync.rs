@@ -23,7 +23,7 @@ pub struct Syncer {
 #[derive(Debug, Default)]
 struct Waiting {
     records: BTreeSet<PathBuf>,
-    /// A thread is syncing them until none are left.
+    /// Whether a thread is syncing them until none are left.
     at_work: bool,
 }
 
@@ -43,7 +43,7 @@ impl Syncer {
         }
     }
 
-    /// Syncs the queued records; false if there were none.
+    /// Syncs the queued records; returns `false` if there were none.
     fn sync_some(&self) -> bool {
         let records = {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,7 +52,7 @@ impl Syncer {
         };
         for path in &records {
             match File::open(path).and_then(|record| record.sync_data()) {
-                // Its pod has been removed since.
+                // The pod has been removed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => tracing::error!(?path, %error, "cannot sync a journal record"),
                 Ok(()) => {}
@@ -76,7 +76,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let syncer = Arc::new(Syncer::new(dir.path().to_owned()));
         let waiting = || syncer.waiting.lock().unwrap();
-        // As if the disk were slow: no other thread takes them.
+        // As if the disk were slow: no other thread takes the records.
         waiting().at_work = true;
         for name in ["a", "gone", "a"] {
             syncer.soon(&dir.path().join(name));

@@ -107,19 +107,19 @@ fn a_record_of_version_1_is_understood_with_the_process_of_its_shares() {
     let text = serde_json::to_vec(&old).unwrap();
     let read = parse(&text, Path::new("old.json")).unwrap();
     assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9, transport: None, key: None }));
-    // What is written is of this version, and says no more than that.
+    // The written record has this version, and no further fields.
     let written = serde_json::to_value(&PodRecord { version: RECORD_VERSION, ..read }).unwrap();
     assert!(written.get("shares").is_none());
 }
 
-/// Written by the previous release. A change here breaks rollbacks of this release.
+/// A record written by the previous release. A change here breaks rollbacks of this release.
 const OF_THE_RELEASE_BEFORE: &str = include_str!("record-2.json");
 
 #[test]
 fn a_record_is_for_the_release_before_too() {
     let read = parse(OF_THE_RELEASE_BEFORE.as_bytes(), Path::new("web.json")).unwrap();
     assert_eq!((read.containers.len(), read.volumes.len()), (1, 4));
-    // That release rejects unknown fields: none may be written for a pod of its features.
+    // That release rejects unknown fields: none may be written for a pod with its features.
     let written = serde_json::to_value(PodRecord { version: RECORD_VERSION, ..read }).unwrap();
     let before: serde_json::Value = serde_json::from_str(OF_THE_RELEASE_BEFORE).unwrap();
     assert_eq!(written, before);

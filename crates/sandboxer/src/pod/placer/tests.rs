@@ -43,7 +43,7 @@ fn vms_go_where_fewest_vcpus_are_and_then_where_most_memory_is() {
     let dir = host(&TWO);
     let placer = placer(&dir, PlacementPolicy::Numa, "");
     let seats: Vec<Seat> = [2, 1, 1, 2].map(|vcpus| placer.seat(shape(vcpus, 100)).unwrap()).into();
-    // An empty host: the most memory. Then the emptier node, until both are the same.
+    // An empty host: the node with the most memory. Then the emptier node, until both are equally loaded.
     assert_eq!(seats.iter().map(Seat::node).collect::<Vec<_>>(), [0, 1, 1, 0]);
     assert_eq!(placer.load(0), Load { vms: 2, vcpus: 4, memory_mib: 200 });
     assert_eq!(placer.bounds(Some(&seats[1])).cpus.unwrap().to_string(), "4-7");
@@ -139,7 +139,7 @@ fn reserved_cpus_are_left_out_with_any_policy() {
     }
     let numa = placer(&dir, PlacementPolicy::Numa, "0,4-5");
     assert_eq!(numa.seat_on(1, shape(2, 1)).unwrap().cpus().to_string(), "6-7");
-    // A node of which all CPUs are reserved is none for VMs.
+    // A node whose CPUs are all reserved is not available for VMs.
     assert!(!placer(&dir, PlacementPolicy::Numa, "4-7").is_active());
     assert_eq!(placer(&dir, PlacementPolicy::Numa, "0-7").bounds(None), Bounds::default());
 }
@@ -166,7 +166,7 @@ fn a_placement_is_the_same_after_a_restart() {
     let seat = before.seat_on(1, shape(2, 64)).unwrap();
     let record = Placement { seat: Some(seat), reason: "because".into() }.record();
     assert_eq!(record, Some(PlacementRecord { node: Some(1), reason: "because".into() }));
-    // Whatever is available now: its memory is there.
+    // Regardless of the memory available now: the VM's memory is there already.
     has(dir.path(), 1, 1000, 0);
     let again = after.again(record.clone(), shape(2, 64));
     assert_eq!((again.record(), after.load(1).vcpus), (record, 2));

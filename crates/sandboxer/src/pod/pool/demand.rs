@@ -1,4 +1,4 @@
-//! How many VMs of each size should wait: a pure function of how many were claimed lately.
+//! The number of VMs of each size that should wait: a pure function of the number of recent claims.
 
 use std::{
     cmp::Reverse,
@@ -8,9 +8,9 @@ use std::{
 
 use tokio::time::Instant;
 
-/// The period that counts as "lately".
+/// The period in which a claim counts as recent.
 pub const WINDOW: Duration = Duration::from_secs(60);
-/// Most claims that are remembered: no pool is larger.
+/// Maximum number of claims that are remembered: no pool is larger.
 const MAX_ARRIVALS: usize = 1000;
 
 /// The times at which VMs of one size were claimed.
@@ -35,18 +35,18 @@ impl Demand {
     }
 }
 
-/// How many VMs of one size should wait, if there were no other sizes.
+/// The number of VMs of one size that should wait, if there were no other sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// The minimum.
+    /// The minimum number of VMs.
     pub least: usize,
-    /// The number of recent claims, in addition.
+    /// The number of recent claims, added to the minimum.
     pub recent: usize,
 }
 
-/// Returns how many VMs of each size should wait, at most `most` in all. If that is too few for all, the minimum of
-/// each size comes first, in the order of sizes. Then the size with the fewest gets one more, repeatedly; among equals
-/// the one in greater demand.
+/// Returns the number of VMs of each size that should wait, at most `most` in all. If that is too few for all, the
+/// minimum of each size comes first, in the order of sizes. Then the size with the fewest VMs gets one more,
+/// repeatedly; among equals, the size in greater demand.
 pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>) -> BTreeMap<Size, usize> {
     let mut left = most;
     let least = |(&size, wanted): (&Size, &Wanted)| {

@@ -15,18 +15,18 @@ use crate::{
     template::{BuildError, Kind, Template},
 };
 
-/// Why there is no VM.
+/// A reason why a VM was not created.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    /// There is no template.
+    /// The template cannot be used.
     #[error("the pool has no template of this size")]
     Template(#[from] BuildError),
-    /// Its VM or agent failed.
+    /// The VM or its agent failed.
     #[error("a VM of the pool failed")]
     Vm(#[from] PodError),
 }
 
-/// Creates a VM that waits. If it is cancelled or fails, nothing remains.
+/// Creates a VM that waits. If this is cancelled or fails, nothing remains.
 pub async fn warm(
     node: &Arc<DaemonState>,
     kind: Kind,
@@ -83,14 +83,14 @@ async fn try_warm(
     vm.resume().await?;
     let (agent, ready) =
         sandboxer_guest::connect(id, vm.as_ref(), &template.link_key, config.agent_timeout).await?;
-    // The VMM has its file open, which can be unlinked.
-    let spare = spare.map(|spare| spare.disk);
+    // The VMM has the file open, so it can be unlinked and closed.
+    let spare = spare.map(|spare| spare.disk.record());
     let spare = node.rehearsal.run(id, &vm, &agent, spec.nics, spare).await?;
     vm.pause().await?;
     Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, seat, template: template.key.clone() })
 }
 
-/// Kills a VM that waited, and removes its directory.
+/// Kills a waiting VM, and removes its directory.
 pub async fn end(vm: &dyn Vm) {
     let record = vm.record();
     if let Err(error) = vm.kill().await {
@@ -104,7 +104,7 @@ pub async fn end(vm: &dyn Vm) {
     }
 }
 
-/// Returns a name that no VM of the pool had before, of this or an earlier daemon.
+/// Returns a name that no VM of the pool has had before, in this or an earlier daemon.
 fn new_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "letters, a hyphen and digits")]
     format!("pool-{:016x}", rand::random::<u64>()).parse().expect("is an id")

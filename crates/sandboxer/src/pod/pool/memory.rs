@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-/// The reserve: one part in this many of the total.
+/// The reserve, as a divisor of the total memory.
 const RESERVE: u64 = 8;
 
 /// The file in which the kernel reports total memory, and memory available without swapping.
 ///
-/// It covers the whole host. The limit of the daemon's own control group is ignored: most of its usage is page
-/// cache, which does not tell how much is still available.
+/// It covers the whole host. The limit of the daemon's own cgroup is ignored: most of its usage is page cache, which
+/// does not show how much is still available.
 #[derive(Debug)]
 pub struct Meminfo(PathBuf);
 
@@ -18,7 +18,7 @@ impl Meminfo {
         Self::at("/proc/meminfo")
     }
 
-    /// Uses a file like `/proc/meminfo`.
+    /// Returns the memory information of a file like `/proc/meminfo`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self(path.into())
     }

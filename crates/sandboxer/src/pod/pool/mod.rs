@@ -6,10 +6,9 @@
 //!  trim: too many? ended? of an old template? memory short? ─▶ end ◀─┘
 //! ```
 //!
-//! Both run after each claim, and every [`PERIOD`]; neither waits for the other. One VM is made at a time,
-//! when no pod is starting; if pods start without a pause, one after each [`PERIOD`] all the same. Its
-//! processes have low priority. It belongs to no pod: no record names it, and the next daemon kills what this one
-//! leaves.
+//! Both run after each claim, and every [`PERIOD`]; neither waits for the other. VMs are created one at a time, while
+//! no pod is starting. If pods start without a pause, one is still created after each [`PERIOD`]. The VM's processes
+//! have low priority. It belongs to no pod: no record names it, and the next daemon kills what this one leaves.
 
 mod demand;
 mod make;
@@ -29,7 +28,7 @@ use sandboxer_config::PoolConfig;
 use sandboxer_guest::Agent;
 use sandboxer_host::network::PooledTap;
 use sandboxer_protocol::agent::Ready;
-use sandboxer_vmm::{DiskSpec, Vm};
+use sandboxer_vmm::{DiskRecord, Vm};
 use tokio::{
     sync::watch,
     time::{Instant, timeout},
@@ -44,12 +43,11 @@ use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 
-/// Interval between checks of the pool's size, and the longest time for which starting pods can delay a new VM.
+/// Interval between checks of the pool's size, and the maximum time for which starting pods can delay a new VM.
 const PERIOD: Duration = Duration::from_secs(5);
-/// No pod must have been starting for this long before a VM is made: longer than the gap between two calls of one
-/// start.
+/// Time without a starting pod before a VM is created: longer than the gap between two calls of one start.
 const LULL: Duration = Duration::from_millis(100);
-/// How long after a failure a VM of that size is tried again.
+/// Time after a failure before a VM of that size is created again.
 const RETRY: Duration = Duration::from_secs(30);
 
 /// A VM that waits for a pod. Its guest is paused.
@@ -57,24 +55,24 @@ const RETRY: Duration = Duration::from_secs(30);
 pub struct Warm {
     /// The VM.
     pub vm: Arc<dyn Vm>,
-    /// A session with its agent.
+    /// A session with the VM's agent.
     pub agent: Agent,
     /// The agent's ready message.
     pub ready: Ready,
-    /// The taps of its network interfaces.
+    /// The taps of the VM's network interfaces.
     pub taps: Vec<PooledTap>,
-    /// A scratch disk that it has mounted.
-    pub spare: Option<DiskSpec>,
-    /// Its place on a NUMA node; none: it is not placed.
+    /// A scratch disk that the guest has mounted.
+    pub spare: Option<DiskRecord>,
+    /// The VM's place on a NUMA node; `None`: not placed.
     pub seat: Option<Seat>,
     template: TemplateKey,
 }
 
-/// The VMs that wait.
+/// The pool of waiting VMs.
 #[derive(Debug)]
 pub struct Pool {
     config: PoolConfig,
-    /// The VMs of which there are always [`PoolConfig::min`].
+    /// The kind of VMs of which the pool keeps [`PoolConfig::min`].
     usual: Kind,
     meminfo: Meminfo,
     // A plain lock: held for a push or a pop, never across an await.
@@ -89,28 +87,28 @@ struct State {
     demand: BTreeMap<Kind, Demand>,
 }
 
-/// A VM that waits, for people.
+/// A waiting VM, for people.
 #[derive(Debug)]
 pub struct WarmView {
-    /// Its VMM.
+    /// Name of the VM's VMM.
     pub vmm: String,
-    /// Its size.
+    /// The VM's size.
     pub shape: Shape,
-    /// Process id of its VMM.
+    /// PID of the VM's VMM.
     pub pid: u32,
-    /// Its NUMA node, if it is placed.
+    /// The VM's NUMA node, if it is placed.
     pub node: Option<u32>,
 }
 
 impl Pool {
-    /// Returns an empty pool.
+    /// Creates an empty pool.
     pub fn new(config: PoolConfig, usual: impl Into<Kind>, meminfo: Meminfo) -> Arc<Self> {
         let usual = usual.into();
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
-    /// Takes a VM of this kind, if one waits that is a copy of the current template; one on the NUMA node `prefers`, if there
-    /// is such a one. The error says why there is none.
+    /// Takes a waiting VM of this kind that is a copy of the current template, if possible one on the NUMA node
+    /// `prefers`. The error is the reason why there is none.
     pub fn claim(
         &self,
         kind: impl Into<Kind>,
@@ -126,15 +124,32 @@ impl Pool {
         state.demand.entry(kind).or_default().add(Instant::now());
         self.taken.send_replace(());
         let template = template.map_err(Missing::as_str)?;
-        let waiting = state.waiting.get_mut(&kind).ok_or("empty")?;
+        let waiting = state.waiting.get_mut(&kind).ok_or_else(|| self.lack(kind))?;
         let fresh = waiting.iter().enumerate().filter(|(_, warm)| warm.template == template.key);
-        // The first of the most wanted.
+        // The oldest VM on the preferred node, else the oldest.
         let elsewhere = |warm: &Warm| warm.seat.as_ref().map(Seat::node) != prefers;
-        let (at, _) = fresh.min_by_key(|(_, warm)| elsewhere(warm)).ok_or("empty")?;
-        waiting.remove(at).ok_or("empty")
+        let (at, _) = fresh.min_by_key(|(_, warm)| elsewhere(warm)).ok_or_else(|| self.lack(kind))?;
+        waiting.remove(at).ok_or_else(|| self.lack(kind))
     }
 
-    /// Lists the VMs that wait.
+    /// Returns why no VM of this kind waits: the property that distinguishes it from the usual kind. Other kinds have
+    /// fewer VMs or none; with `min = max` always none.
+    fn lack(&self, kind: Kind) -> &'static str {
+        let (shape, usual) = (kind.shape, self.usual.shape);
+        if kind.vmm != self.usual.vmm {
+            "other-vmm"
+        } else if (shape.vcpus, shape.memory_mib) != (usual.vcpus, usual.memory_mib) {
+            "other-size"
+        } else if shape.nics == 0 && usual.nics > 0 {
+            "host-network"
+        } else if shape.nics != usual.nics {
+            "interfaces"
+        } else {
+            "empty"
+        }
+    }
+
+    /// Lists the waiting VMs.
     pub fn list(&self) -> Vec<WarmView> {
         let view = |kind: Kind, warm: &Warm| {
             let record = warm.vm.record();
@@ -149,7 +164,7 @@ impl Pool {
         state.waiting.iter().flat_map(|(&kind, all)| all.iter().map(move |warm| view(kind, warm))).collect()
     }
 
-    /// Keeps the pool at its size until `shutdown`. When it returns, an unfinished VM has been undone.
+    /// Keeps the pool at its size until `shutdown`. On return, an unfinished VM has been undone.
     pub async fn keep_filled(&self, node: &Arc<DaemonState>, shutdown: &CancellationToken) {
         if self.config.max == 0 {
             return;
@@ -167,7 +182,7 @@ impl Pool {
 
     async fn fill(&self, node: &Arc<DaemonState>, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
-        // Kinds whose last VM failed, and when.
+        // Kinds whose last VM failed, and the time of the failure.
         let mut failed: BTreeMap<Kind, Instant> = BTreeMap::new();
         while !shutdown.is_cancelled() {
             if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet(LULL))).await.is_none() {
@@ -195,7 +210,7 @@ impl Pool {
         }
     }
 
-    /// Returns the kind that lacks most VMs, among those that may be made and for which there is memory.
+    /// Returns the kind furthest below its target that `may` be created and fits in free memory.
     fn lacking(&self, may: impl Fn(&Kind) -> bool) -> Option<Kind> {
         let spare = self.meminfo.spare()?;
         let mut state = self.lock();
@@ -210,7 +225,7 @@ impl Pool {
         fits.max_by_key(|&(kind, target)| target - there(kind)).map(|(&kind, _)| kind)
     }
 
-    /// Returns how many VMs of each size should wait; none of sizes that are not listed.
+    /// Returns the number of VMs of each size that should wait; none of unlisted sizes.
     fn targets(&self, state: &mut State) -> BTreeMap<Kind, usize> {
         let now = Instant::now();
         state.demand.entry(self.usual).or_default();
@@ -222,8 +237,8 @@ impl Pool {
         share_out(self.config.max, &wanted.collect())
     }
 
-    /// Kills VMs that are surplus, have ended or are of an old template; and, while memory is short, one after
-    /// the other, the largest first.
+    /// Kills VMs that are surplus, have exited or are copies of an old template. While memory is short, also kills one
+    /// after the other, the largest first.
     async fn trim(&self, node: &DaemonState) {
         // Files are checked before the lock is taken: claims wait for it.
         let kinds: Vec<Kind> = self.lock().waiting.keys().copied().collect();
@@ -244,7 +259,7 @@ impl Pool {
         }
     }
 
-    /// Takes out the VMs that are surplus, have ended, or are not of a `current` template.
+    /// Takes out the VMs that are surplus, have exited, or are not copies of a `current` template.
     fn surplus(&self, current: &BTreeMap<Kind, TemplateKey>) -> Vec<Warm> {
         let mut state = self.lock();
         let targets = self.targets(&mut state);
@@ -262,14 +277,14 @@ impl Pool {
         surplus
     }
 
-    /// Takes out one of the VMs with most memory.
+    /// Takes out one of the VMs with the most memory.
     fn largest(&self) -> Option<Warm> {
         let mut state = self.lock();
         let waiting = state.waiting.iter_mut().filter(|(_, vms)| !vms.is_empty());
         waiting.max_by_key(|(kind, _)| kind.shape.memory_mib)?.1.pop_back()
     }
 
-    /// Kills every VM that waits.
+    /// Kills all waiting VMs.
     pub async fn drain(&self) {
         let all: Vec<Warm> = mem::take(&mut self.lock().waiting).into_values().flatten().collect();
         futures::future::join_all(all.iter().map(|warm| end(warm.vm.as_ref()))).await;
@@ -285,7 +300,7 @@ pub fn run_dir(node: &DaemonState) -> PathBuf {
     dir(&node.config.run_dir)
 }
 
-/// Returns the same for the daemon with this run directory.
+/// Returns the directory for sockets of waiting VMs of the daemon with this run directory.
 pub fn dir(run_dir: &Path) -> PathBuf {
-    run_dir.join("pool")
+    run_dir.join(sandboxer_process::strays::POOL)
 }

@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Report {
-    /// Time, ns since 1970.
+    /// Time of the report, ns since 1970.
     pub at_ns: u64,
     /// Original path of the record.
     pub path: PathBuf,
-    /// The pod, from the file name.
+    /// The pod, from the file name of the record.
     pub pod: Option<SandboxId>,
-    /// Why it is unreadable.
+    /// The reason why the record is unreadable.
     pub problem: String,
     /// What existed of the pod.
     pub left: Left,
@@ -25,45 +25,45 @@ pub struct Report {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Left {
-    /// Its run directory; empty if the pod is not known.
+    /// The pod's run directory; empty if the pod is unknown.
     pub run_dir: PathBuf,
     /// Whether the run directory exists.
     pub run_dir_exists: bool,
-    /// Processes that were started for it.
+    /// Processes that were started for the pod.
     pub processes: Vec<Seen>,
 }
 
-/// A process of such a pod.
+/// A process of a pod without a readable record.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seen {
-    /// Its PID.
+    /// The PID of the process.
     pub pid: u32,
-    /// Its name (`comm`).
+    /// The name of the process (`comm`).
     pub command: String,
 }
 
 /// A record in the quarantine.
 #[derive(Debug)]
 pub struct Entry {
-    /// Its name in requests.
+    /// The entry's name in requests.
     pub name: Id,
-    /// Time of the move, ns since 1970.
+    /// Time of the move to the quarantine, ns since 1970.
     pub at_ns: u64,
-    /// Its pod.
+    /// The entry's pod.
     pub pod: Option<SandboxId>,
-    /// The record's length.
+    /// Length of the record, bytes.
     pub bytes: u64,
-    /// The findings then, unless no report could be written.
+    /// The findings at that time, unless no report could be written.
     pub report: Option<Report>,
-    /// What exists now.
+    /// What exists of the pod now.
     pub left: Left,
 }
 
 /// A list of entries.
 #[derive(Debug, Default)]
 pub struct Listed {
-    /// The oldest entries.
+    /// The oldest entries of the quarantine.
     pub entries: Vec<Entry>,
     /// Number of further entries.
     pub left_off: u64,

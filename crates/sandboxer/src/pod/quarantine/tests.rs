@@ -1,4 +1,4 @@
-//! Putting aside, looking, putting back, destroying; in directories of the test's own.
+//! Tests of the quarantine: put aside, show, release and destroy, in directories of the test's own.
 
 use std::{
     os::unix::process::ExitStatusExt,
@@ -24,7 +24,7 @@ fn place() -> Place {
 }
 
 impl Place {
-    /// Puts a record of these bytes aside; answers where it lay and the entry's name.
+    /// Puts a record of these bytes aside; returns its original path and the entry's name.
     fn put_aside(&self, file: &str, text: &[u8]) -> (PathBuf, String) {
         let path = journal::dir(&self.config.state_dir).join(file);
         fs::write(&path, text).unwrap();
@@ -48,7 +48,7 @@ impl Place {
     }
 }
 
-/// Stands in for a VMM.
+/// Starts a process that stands in for a VMM.
 fn sleeper(run_dir: &Path) -> Child {
     Command::new("sleep").arg("60").env(strays::MARK, run_dir).spawn().unwrap()
 }
@@ -79,7 +79,7 @@ fn a_record_is_kept_as_it_was_and_what_is_known_of_its_pod_is_reported() {
     assert!(vmm.try_wait().unwrap().is_none(), "what was only looked at was ended");
     vmm.kill().unwrap();
     vmm.wait().unwrap();
-    // What is there now, and what was then.
+    // The findings now, and at that time.
     let (entry, _, _) = place.quarantine.show(&name).unwrap();
     assert_eq!((entry.left.processes, entry.report.unwrap().left), (vec![], left));
 }

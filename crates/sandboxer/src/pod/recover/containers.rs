@@ -2,12 +2,14 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_base::{Code, chain, clock::now_ns};
+use sandboxer_guest::Signal;
 use sandboxer_host::rootfs;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
     id::{ContainerId, ExecId},
 };
+use sandboxer_vmm::{FIRST_IMAGE, SPARE};
 
 use crate::{
     error::PodError,
@@ -17,7 +19,7 @@ use crate::{
         container::{
             Container, Exit, KILLED, Phase, Process, StdioPaths,
             io::{Io, Subject},
-            start::{INTENT, Intent, RunningVm},
+            start::{self, INTENT, Intent, RunningVm},
         },
         driver::EXEC,
         journal::{ContainerRecord, PodRecord, ProcessRecord},
@@ -27,7 +29,7 @@ use crate::{
     },
 };
 
-/// Returns a container as recorded; if its pod is not `alive`, it has exited.
+/// Returns a container as recorded; if its pod is not `alive`, the container has exited.
 pub(super) fn take_up_container(
     node: &DaemonState,
     record: ContainerRecord,
@@ -36,8 +38,15 @@ pub(super) fn take_up_container(
 ) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
         let phase = phase_of(&record, alive);
-        let io = phase.exit().is_none().then(|| take_up_io(node, spec, container, exec, &record.stdio));
-        Process::at(phase, record.pid, record.stdio, io)
+        let io = take_up_io(node, spec, container, exec, &record.stdio, phase.exit().is_some());
+        match io {
+            // No process writes to them any more.
+            Some(io) if !alive => {
+                io.let_go();
+                Process::at(phase, record.pid, record.stdio, None)
+            }
+            io => Process::at(phase, record.pid, record.stdio, io),
+        }
     };
     Container {
         init: process(record.init, None, &record.id),
@@ -67,9 +76,13 @@ fn take_up_io(
     container: &ContainerId,
     exec: Option<&ExecId>,
     stdio: &StdioPaths,
-) -> Io {
+    has_exited: bool,
+) -> Option<Io> {
     let subject = Subject { container: container.clone(), exec: exec.cloned() };
-    Io::take_up(&node.front, &spec.id, &subject, stdio)
+    match has_exited {
+        true => Io::take_up_rest(&node.front, &subject, stdio),
+        false => Some(Io::take_up(&node.front, &spec.id, &subject, stdio)),
+    }
 }
 
 /// Sets a container to the state that its agent reports; `known`: the processes of the agent.
@@ -82,15 +95,15 @@ pub fn settle(
 ) {
     let known: Vec<_> = known.iter().filter(|process| process.container_id == id.as_str()).collect();
     container.paused = known.iter().any(|process| process.state == ProcessState::PAUSED.into());
-    // Those that no record has, but that the front knows.
+    // Processes without a record that the front knows.
     for process in &known {
         let Ok(exec) = process.exec_id.parse::<ExecId>() else { continue };
         let Some(entry) = node.front.take(&front::key(EXEC, id, Some(&exec))) else { continue };
         if let Some(stdio) = entry.note::<StdioPaths>()
             && !container.execs.contains_key(&exec)
         {
-            let io = take_up_io(node, spec, id, Some(&exec), &stdio);
-            container.execs.insert(exec, Process::at(Phase::Created, process.pid, stdio, Some(io)));
+            let io = take_up_io(node, spec, id, Some(&exec), &stdio, false);
+            container.execs.insert(exec, Process::at(Phase::Created, process.pid, stdio, io));
         }
     }
     let named = |name: &str| known.iter().find(|process| process.exec_id == name).copied();
@@ -100,7 +113,7 @@ pub fn settle(
     }
 }
 
-/// Follows an ended process like a running one: its last output may still come.
+/// Follows an exited process like a running one: its last output may still come.
 fn settle_process(process: &mut Process, found: Option<&wire::Process>) {
     let phase = process.phase.borrow().clone();
     match (phase, found) {
@@ -117,8 +130,8 @@ fn ended_unseen() -> Exit {
     Exit { code: KILLED, at_ns: now_ns(), reason: "it ended while the daemon was away".to_owned() }
 }
 
-/// Removes what an earlier worker was creating when it died: containers without a record, with their disks,
-/// and execs that were never reported.
+/// Removes containers and execs that an earlier worker was creating when it died: containers without a record, with
+/// their disks, and execs that were never reported.
 pub(super) async fn undo_half_made(
     node: &DaemonState,
     live: &RunningVm,
@@ -159,13 +172,9 @@ pub(super) async fn undo_half_made(
             node.front.forget(&intent);
             continue;
         }
-        let mut undone = live.agent.delete_container(&container).await.map_err(PodError::from);
         // If the record of a container is lost, its disks are unknown.
-        let disks = if disks.is_empty() { rootfs::serials(&container) } else { disks };
-        for serial in disks {
-            undone = undone.and(live.vm.detach_disk(&serial).await.map_err(PodError::from));
-        }
-        match undone {
+        let disks = if disks.is_empty() { likely_disks(record, &container) } else { disks };
+        match remove_half_made(live, &container, &disks).await {
             Ok(()) => {
                 node.front.forget(&intent);
                 tracing::info!(%pod, %container, "undid the unfinished work of an earlier worker");
@@ -175,6 +184,38 @@ pub(super) async fn undo_half_made(
             }
         }
     }
+}
+
+/// Removes a container without a record from its guest, even if it runs: its record was lost with the disk, and
+/// containerd is told that the container is gone.
+async fn remove_half_made(
+    live: &RunningVm,
+    container: &ContainerId,
+    disks: &[String],
+) -> Result<(), PodError> {
+    match start::delete(live, container, disks).await {
+        Err(error) if error.code() == Code::FailedPrecondition => {}
+        removed => return removed,
+    }
+    let kill = Signal { number: Signal::KILL, all: true, ..Signal::default() };
+    match live.agent.signal_process(container, None, &kill).await {
+        // The container has exited meanwhile.
+        Err(error) if error.code() == Code::NotFound => {}
+        killed => killed?,
+    }
+    let limit = live.agent.patience();
+    let ended = tokio::time::timeout(limit, live.agent.wait_process(container, None)).await;
+    ended.map_err(|_| live.agent.kept_alive(container.clone(), limit))??;
+    start::delete(live, container, disks).await
+}
+
+/// Returns the serial numbers that disks of a container may have, if nothing but the container is known. They include
+/// the disks that the VM has had since its boot, unless a recorded container has them.
+fn likely_disks(record: &PodRecord, container: &ContainerId) -> Vec<String> {
+    let recorded: Vec<_> = record.containers.iter().flat_map(|recorded| &recorded.disks).collect();
+    let at_boot = [FIRST_IMAGE, SPARE].map(str::to_owned).into_iter();
+    let at_boot = at_boot.filter(|serial| recorded.iter().all(|disk| disk.serial != *serial));
+    rootfs::serials(container).into_iter().chain(at_boot).collect()
 }
 
 /// Returns the phase of a process from its record.

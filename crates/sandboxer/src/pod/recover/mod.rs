@@ -1,23 +1,24 @@
-//! Adopts the pods of an earlier daemon, all in parallel, before this one reports ready.
+//! Adopts the pods of an earlier daemon, many in parallel, before this one reports ready.
 //!
 //! | record | VM | then |
 //! |---|---|---|
 //! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
-//! | ready | alive; VMM or agent gives no answer, or a wrong one | the pod is unknown, and its containers are as recorded; this is tried again for as long as the VMM lives |
-//! | ready | gone | the pod has stopped; containerd is told when it asks |
+//! | ready | alive; no response, or an invalid one | unknown, containers as recorded; retried while the VMM lives |
+//! | ready | gone | the pod has stopped; containerd learns it from its next request |
 //! | starting | whatever is left of it is ended | forgotten: containerd heard of its failed start and forgot it, too |
-//! | stopping | whatever is left of it is ended | the pod has stopped |
+//! | stopping | alive | the stop continues: the guest powers off, or is killed after the limits of a stop |
+//! | stopping | gone | the pod has stopped |
 //! | created, stopped | none | as recorded |
-//! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
+//! | unreadable | left alone | moved to quarantine and reported; the previous record is used, if it can be |
 //!
-//! Only the kernel decides whether a VM has ended: its process is gone. If a pod were reported
-//! stopped while its VMM runs, a second one would be started, and both would write to the same volumes.
+//! Only the kernel decides whether a VM has ended: its process is gone. If a pod were reported stopped while its VMM
+//! runs, a second one would be started, and both would write to the same volumes.
 //!
-//! A half-created container or exec is undone: the caller's request is repeated by the
-//! front. Finished ones are adopted with their streams, which the front has kept.
+//! A half-created container or exec is undone: the front repeats the caller's request. Finished ones are adopted with
+//! their streams, which the front has kept.
 //!
-//! When the front dies, containerd marks all containers as dead and removes their bundles. Such a container is
-//! killed here: otherwise it would run beside its replacement.
+//! When the front dies, containerd marks all containers as dead and removes their bundles. Such a container is killed
+//! here: otherwise it would run next to its replacement.
 
 mod containers;
 mod unreached;
@@ -25,7 +26,7 @@ mod vmm;
 
 use std::{collections::HashMap, io, sync::Arc};
 
-use futures::future;
+use futures::stream::{self, StreamExt};
 use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_guest::Signal;
 use sandboxer_protocol::id::ContainerId;
@@ -34,26 +35,31 @@ use super::{
     DaemonState, PodHandle, driver::Found, journal::PodRecord, quarantine::Quarantine, spec::PodSpec,
 };
 use crate::{
-    error::PodError,
+    error::{PodError, tolerate},
     pod::{self, container::KILLED},
     state::{PodState, PodStatus},
 };
 pub use containers::settle;
 use containers::take_up_container;
-pub use unreached::{Reached, Resolved, Unreached};
+pub use unreached::{Reached, Resolved, Unreached, power_off};
 use unreached::{clear_shares, shares_of};
 use vmm::{Left, look};
+
+/// Maximum number of pods that are adopted in parallel. Each gets several requests, and the content of its volumes
+/// again, which uses memory in this process and in its guest. A pod that does not respond keeps its place for
+/// [`unreached::FIRST_ATTEMPT`].
+const AT_ONCE: usize = 32;
 
 /// The result of recovery.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Recovered {
-    /// Pods that are ready again.
+    /// Number of pods that are ready again.
     pub alive: u32,
-    /// Pods whose VMMs run but have not answered yet.
+    /// Number of pods whose VMMs run but have not responded yet.
     pub unknown: u32,
-    /// Pods that have stopped.
+    /// Number of pods that have stopped.
     pub stopped: u32,
-    /// Records that could not be understood.
+    /// Number of records that could not be parsed.
     pub quarantined: u32,
 }
 
@@ -65,8 +71,9 @@ pub struct Records {
 }
 
 impl Records {
-    /// Reads all records. An unreadable record is moved to the quarantine, and its pod is adopted by its previous record. Changes
-    /// between the two are repaired as after a worker's death, from the state of agent and VMM.
+    /// Reads all records. An unreadable record is moved to the quarantine, and its pod is adopted by its previous
+    /// record. Changes between the two are repaired as after a worker's death, from the state of agent and VMM. A
+    /// record that cannot be moved counts as quarantined where it is.
     pub fn read(node: &DaemonState) -> io::Result<Self> {
         let mut records = Self::default();
         for record in node.journal.records()? {
@@ -74,10 +81,14 @@ impl Records {
                 Ok(record) => records.pods.push(record),
                 Err(error) => {
                     let before = node.journal.instead_of(&error);
-                    Quarantine::of(&node.config).put_aside(&error, before.is_some())?;
+                    let aside = Quarantine::of(&node.config).put_aside(&error, before.is_some());
+                    let moved = aside.is_ok();
+                    tolerate("put aside", error.path(), aside);
                     match before {
                         Some(record) => {
-                            node.journal.go_back(error.path())?;
+                            if moved {
+                                tolerate("put back", error.path(), node.journal.go_back(error.path()));
+                            }
                             records.pods.push(record);
                         }
                         None => records.quarantined += 1,
@@ -88,16 +99,18 @@ impl Records {
         Ok(records)
     }
 
-    /// Processes of their VMs.
+    /// Returns the PIDs of the recorded VMMs.
     pub fn vmms(&self) -> impl Iterator<Item = u32> {
         self.pods.iter().filter_map(|record| Some(record.vm.as_ref()?.pid))
     }
 }
 
-/// Takes up every recorded pod. Returns when each is in the registry.
+/// Adopts every recorded pod. Returns when all are in the registry.
 pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
     let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
-    for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
+    let pods = records.pods.into_iter().map(|record| take_up(node, record));
+    let mut taken_up = stream::iter(pods).buffer_unordered(AT_ONCE);
+    while let Some(taken_up) = taken_up.next().await {
         match taken_up {
             TakenUp::Alive => recovered.alive += 1,
             TakenUp::Unknown => recovered.unknown += 1,
@@ -191,11 +204,11 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         }
     }
     for container in forgotten {
-        // Not awaited: ready pods must not wait for one container's end.
+        // Not awaited: ready pods must not wait for one container's exit.
         tokio::spawn(end_forgotten(handle.clone(), container));
     }
     if forgotten_start {
-        // containerd has forgotten it, so this daemon removes it as soon as it can.
+        // containerd has forgotten the pod, so this daemon removes it as soon as it can.
         tokio::spawn(async move {
             let _ = handle.stopped().await;
             if let Err(error) = handle.remove().await {
@@ -237,7 +250,7 @@ async fn end_forgotten(pod: PodHandle, container: ContainerId) {
     let ended = async {
         pod.resolved().await;
         match pod.signal(container.clone(), None, Signal::KILL, true).await {
-            // It exited meanwhile.
+            // The container exited meanwhile.
             Err(error) if error.code() == Code::NotFound => {}
             signalled => signalled?,
         }

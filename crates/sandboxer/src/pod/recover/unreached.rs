@@ -1,4 +1,4 @@
-//! Connects to guests of an earlier daemon, and retries until they answer.
+//! Connects to guests of an earlier daemon, and retries until they respond.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,31 +21,31 @@ use crate::{
 /// A pod with a reachable guest.
 #[derive(Debug)]
 pub struct Reached {
-    /// Its VM and agent.
+    /// The pod's VM and agent.
     pub live: RunningVm,
     /// Processes that the agent knows.
     pub known: Vec<wire::Process>,
-    /// Its volumes as recorded.
+    /// The pod's volumes as recorded.
     pub volumes: Vec<Needed>,
     /// Volumes that the agent knows.
     pub made: Vec<String>,
 }
 
-/// How long the daemon waits for pods that do not answer before it reports ready.
+/// Time that the daemon waits for pods that do not respond before it reports ready.
 pub(super) const FIRST_ATTEMPT: Duration = Duration::from_secs(20);
 /// Delay before the first retry; it doubles each time.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(1);
 /// Maximum delay between two attempts.
 pub(super) const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// After this time, the pod is reported as not ready, so that the manager stops it.
+/// Time after which the pod is reported as not ready, so that the manager stops it.
 const OVERDUE_AFTER: Duration = Duration::from_secs(120);
 
-/// A pod of an earlier daemon whose VMM runs but which has not answered this daemon.
+/// A pod of an earlier daemon whose VMM runs but which has not responded to this daemon.
 #[derive(Debug)]
 pub struct Unreached {
-    /// Its record.
+    /// The pod's record.
     pub record: PodRecord,
-    /// Its VMM.
+    /// The pod's VMM.
     pub vmm: Arc<dyn Held>,
     pub(super) shares: Shares,
     pub(super) first_error: String,
@@ -54,14 +54,14 @@ pub struct Unreached {
 /// The outcome of an unknown pod.
 #[derive(Debug)]
 pub enum Resolved {
-    /// It answers.
+    /// The pod responds.
     Reached(Box<Reached>),
-    /// Its VMM has exited.
+    /// The VMM has exited, for this reason.
     Ended(String),
 }
 
 impl Unreached {
-    /// Retries until the pod answers or its VMM has exited. Reports progress to `told`.
+    /// Retries until the pod responds or its VMM has exited. Reports progress to `told`.
     pub async fn resolve(&self, node: &Arc<DaemonState>, told: &watch::Sender<PodStatus>) -> Resolved {
         let overdue = async {
             tokio::time::sleep(OVERDUE_AFTER).await;
@@ -84,7 +84,7 @@ impl Unreached {
         Resolved::Ended(ended)
     }
 
-    /// Retries until the pod answers. An error: its guest broke the session, and its VMM has been killed.
+    /// Retries until the pod responds. Returns an error if its guest broke the session; then its VMM has been killed.
     async fn reached(
         &self,
         node: &Arc<DaemonState>,
@@ -110,7 +110,7 @@ impl Unreached {
         }
     }
 
-    /// Kills the server of the pod's shares. Its VMM has exited before.
+    /// Kills the server of the pod's shares. The VMM must have exited before.
     pub async fn end_shares(&self) {
         clear_shares(&self.shares, &self.record).await;
     }
@@ -149,7 +149,8 @@ pub(super) async fn reach(
     }
 }
 
-/// Kills containers that ran according to the record but that the agent does not know: a container reported as exited must not run.
+/// Kills containers that ran according to the record but that the agent does not know: a container reported as exited
+/// must not run.
 pub(super) async fn end_denied(
     live: &RunningVm,
     record: &PodRecord,
@@ -167,7 +168,7 @@ pub(super) async fn end_denied(
 /// Returns the shares of a pod.
 pub(super) fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
-    let helpers = node.volumes.helpers.clone();
+    let helpers = node.volumes.helpers.of(&spec.uid);
     Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers)
 }
 
@@ -177,6 +178,20 @@ pub(super) async fn clear_shares(shares: &Shares, record: &PodRecord) {
     let vmm = record.vm.as_ref().map_or(0, |vm| vm.pid);
     if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
         tracing::error!(pod = %record.spec.id, error = chain(&error), "cannot kill the server of the pod's shares");
+    }
+}
+
+/// Requests the guest of a pod that an earlier daemon was stopping to power off: that daemon may not have done so. A
+/// guest that does not respond is normal.
+pub async fn power_off(node: &DaemonState, record: &PodRecord) {
+    let asked = async {
+        let recorded = record.vm.as_ref()?;
+        let vm = node.vmms.adopt(recorded).await.ok()??;
+        greet(node, record, &vm).await.ok()?.agent.power_off().await;
+        Some(())
+    };
+    if tokio::time::timeout(node.config.vm.agent_timeout, asked).await.ok().flatten().is_none() {
+        tracing::debug!(pod = %record.spec.id, "the guest of a pod that was being stopped does not answer");
     }
 }
 

@@ -17,15 +17,15 @@ use crate::{
 
 /// The state of a recorded pod's VM.
 pub(super) enum Left {
-    /// No process; with the reason, if that is known.
+    /// No VMM process exists; with the reason, if it is known.
     Nothing(Option<PodError>),
-    /// It answers.
+    /// The VM and its agent respond.
     Answering(Box<Reached>),
-    /// Its VMM runs, with this error.
+    /// The VMM runs, but the pod could not be reached.
     Running(Arc<Unreached>),
 }
 
-/// Looks for a pod's VM. Kills that of a pod that was not ready.
+/// Looks for a pod's VM. Kills it if the pod was starting.
 pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
     let running = |vmm: Arc<dyn Held>, error: &PodError| {
         let first_error = chain(error);
@@ -45,6 +45,15 @@ pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &S
             return running(Arc::new(later), &error.into());
         }
     };
+    if let (PodState::Stopping, Some(_)) = (record.status.state, &record.vm) {
+        // The guest's unwritten data have to reach the disks. Not awaited here: other pods must not wait for that.
+        return Left::Running(Arc::new(Unreached {
+            record: record.clone(),
+            shares: shares.clone(),
+            vmm,
+            first_error: String::new(),
+        }));
+    }
     if record.status.state != PodState::Ready || record.vm.is_none() {
         return match vmm.end().await {
             Ok(()) => Left::Nothing(None),
@@ -71,8 +80,8 @@ pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &S
     }
 }
 
-/// Returns the VMM of a pod: the recorded one, or, because a daemon may have died between start and record, the one that was
-/// started for the pod's directory.
+/// Returns the VMM of a pod: the recorded one or, because a daemon may have died between start and record, the one that
+/// was started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(vm) = &record.vm {
         return node.vmms.hold(vm);
@@ -92,7 +101,7 @@ struct Later {
 }
 
 impl Later {
-    /// Opens it as soon as that works. None: there is no VMM.
+    /// Opens the VMM as soon as possible. `None`: there is no VMM.
     async fn hold(&self) -> Option<Arc<dyn Held>> {
         loop {
             match hold(&self.node, &self.record) {

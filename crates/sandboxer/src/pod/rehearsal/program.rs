@@ -10,7 +10,7 @@
 
 use std::iter;
 
-/// Load address, as linkers use it.
+/// Load address that linkers use by default.
 const BASE: u64 = 0x40_0000;
 const ELF_HEADER: usize = 64;
 const PROGRAM_HEADER: usize = 56;
@@ -19,10 +19,11 @@ const PROGRAM_HEADER: usize = 56;
 const DATA: u64 = 64 << 10;
 const DATA_IN_FILE: u64 = 8;
 const DATA_IN_MEMORY: u64 = 3 << 12;
-/// Memory that calls may fill.
+/// Address of memory that calls may fill.
 const SCRATCH: u64 = BASE + DATA + 0x1000;
 
-/// Makes the calls of the table that follows it, in order, for Linux on x86-64. The last one does not return.
+/// Machine code for Linux on x86-64 that makes the calls of the table after it, in order. The last call does not
+/// return.
 const CODE: [u8; 38] = [
     0x48, 0x8d, 0x1d, 31, 0, 0, 0, // lea rbx, [rip + 31]
     0x48, 0x8b, 0x03, // mov rax, [rbx]
@@ -36,7 +37,8 @@ const CODE: [u8; 38] = [
     0xeb, 0xe1, // jmp to the first mov
 ];
 
-/// Numbers of x86-64's calls that arm64 does not have. The code above is x86-64's too: guests on arm64 need another one.
+/// Numbers of x86-64's calls that arm64 does not have. The code above is for x86-64, too: guests on arm64 need another
+/// one.
 const ARCH_PRCTL: u64 = 158;
 const READLINK: u64 = 89;
 const FORK: u64 = 57;
@@ -44,8 +46,8 @@ const FORK: u64 = 57;
 /// A call's number and its first five arguments; the sixth is 0.
 type Call = [u64; 6];
 
-/// Returns the calls: those of C libraries' start-up and of shells, then the line and the exit. Their results are
-/// ignored: it only matters that the kernel has executed them.
+/// Returns the calls: those that C libraries and shells make at start-up, then writing the line and exiting. Their
+/// results are ignored: it only matters that the kernel has executed them.
 fn calls(words: u64) -> Vec<Call> {
     let (null, root, own, line) = (words, words + 16, words + 32, words + 48);
     let number = |number: i64| number.cast_unsigned();
@@ -80,13 +82,13 @@ fn calls(words: u64) -> Vec<Call> {
     ]
 }
 
-/// Returns texts of 16 bytes that calls point to: /dev/null, /, /proc/self/exe, a line.
+/// Returns the texts of 16 bytes that calls point to: /dev/null, /, /proc/self/exe, a line.
 fn texts() -> Vec<u8> {
     let text = |text: &str| text.bytes().chain(iter::repeat(0)).take(16).collect::<Vec<u8>>();
     ["/dev/null", "/", "/proc/self/exe", "\n"].map(text).concat()
 }
 
-/// Returns the file.
+/// Returns the content of the ELF file.
 pub fn elf() -> Vec<u8> {
     let headers = ELF_HEADER + 2 * PROGRAM_HEADER;
     let entry = BASE + headers as u64;

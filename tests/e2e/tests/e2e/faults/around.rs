@@ -62,13 +62,14 @@ async fn kill_containerd(seen: &mut Seen<'_>, worker: bool) -> Result<()> {
     Ok(())
 }
 
-/// containerd declares the containers dead, for its connections are gone; the pods take new ones.
-pub async fn holder_killed(case: Case) -> Result<()> {
-    all_killed(&case, "holder killed (pods stay; containerd ends their containers)", false).await
+/// Where there is no systemd: containerd declares the containers dead, for its connections are gone; the pods take new ones.
+pub async fn keeper_killed(case: Case) -> Result<()> {
+    all_killed(&case, "without systemd, keeper killed (pods stay; containerd ends their containers)", false)
+        .await
 }
 
 pub async fn everything_killed(case: Case) -> Result<()> {
-    all_killed(&case, "all processes of the daemon killed at once (the same)", true).await
+    all_killed(&case, "without systemd, all processes of the daemon killed at once (the same)", true).await
 }
 
 async fn all_killed(case: &Case, fault: &str, at_once: bool) -> Result<()> {

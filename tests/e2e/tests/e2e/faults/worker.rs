@@ -16,7 +16,7 @@ use super::streams::{Streams, some_moment};
 use super::{Seen, life, reached};
 
 /// Returns a number that the environment may make larger, for long runs.
-fn count(variable: &str, usual: usize) -> Result<usize> {
+pub fn count(variable: &str, usual: usize) -> Result<usize> {
     match std::env::var(variable) {
         Ok(asked) => asked.parse().with_context(|| variable.to_owned()),
         Err(_) => Ok(usual),
@@ -188,14 +188,20 @@ impl Story {
 /// So many kills there are at most while a pod lives.
 const KILLS_IN_A_LIFE: usize = 4;
 
-/// Worker, front, or both, while a pod lives, others count aloud, and streams are open.
+/// Worker, front, or both.
 pub async fn killed_at_random(case: Case) -> Result<()> {
+    let kill = |round| case.stack.kill(Victim::of(round)).map(drop);
+    kills_at_random(&case, "worker, front or both killed at random", kill).await
+}
+
+/// Kills something, again and again, while a pod lives, others count aloud, and streams are open.
+pub async fn kills_at_random(case: &Case, fault: &str, kill: impl Fn(usize) -> Result<()>) -> Result<()> {
     let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 12)?;
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::of(case)?;
     let pods = count("SANDBOXER_E2E_RANDOM_PODS", 2)?;
-    let mut seen = Seen::begin(&case, "worker, front or both killed at random", pods).await?;
+    let mut seen = Seen::begin(case, fault, pods).await?;
     let pod = case.pod().await?;
-    let mut streams = Streams::open(&case, &pod).await?;
+    let mut streams = Streams::open(case, &pod).await?;
     while seen.times < kills {
         let killed = AtomicUsize::new(0);
         let killer = async {
@@ -203,13 +209,12 @@ pub async fn killed_at_random(case: Case) -> Result<()> {
             for round in 0..KILLS_IN_A_LIFE.min(kills - seen.times) {
                 some_moment().await;
                 // The one before may not be ready yet.
-                let victim = Victim::of(seen.times + round);
-                killed.fetch_add(usize::from(case.stack.kill(victim).is_ok()), Ordering::Relaxed);
+                killed.fetch_add(usize::from(kill(seen.times + round).is_ok()), Ordering::Relaxed);
             }
             std::future::pending::<()>().await;
         };
         tokio::select! {
-            lived = life(&case, &kubelet) => lived.with_context(|| format!("after {} kills", seen.times))?,
+            lived = life(case, &kubelet) => lived.with_context(|| format!("after {} kills", seen.times))?,
             () = killer => {}
         }
         seen.others += 1;

@@ -62,7 +62,7 @@ fn the_snippet_is_what_the_running_containerd_knows() {
     }
 }
 
-/// What packages install is for containerd 2.4 and the daemon's default run_dir.
+/// The installed files are for containerd 2.4 and the daemon's default run_dir.
 #[test]
 fn the_snippet_says_what_the_installed_file_says() {
     let strip = |text: &str| toml_edit::de::from_str::<serde_json::Value>(text).unwrap();
@@ -82,7 +82,7 @@ fn what_is_there_stays_comments_and_order_too() {
         parsed(&merged)["proxy_plugins"][HANDLER]["address"].as_str(),
         Some("/run/sandboxer/controller.sock")
     );
-    // Only additions.
+    // The diff has only additions.
     let diff = diff(Path::new("/etc/c.toml"), OWN, &merged);
     assert!(!diff.lines().skip(2).any(|line| line.starts_with('-')), "{diff}");
     assert!(diff.starts_with("--- /etc/c.toml\n+++ /etc/c.toml (merged)\n"), "{diff}");
@@ -94,7 +94,7 @@ fn merging_twice_is_merging_once() {
         let once = merge(text).unwrap();
         assert_eq!(merge(&once).unwrap(), once);
     }
-    // What was printed needs nothing more, and neither does what packages install.
+    // Merging the printed or the installed settings into themselves changes nothing.
     let snippet = settings((2, 4)).snippet();
     assert_eq!(merge(&snippet).unwrap(), snippet);
     let installed = include_str!("../../../../../../vmm-configs/containerd/sandboxer.toml");

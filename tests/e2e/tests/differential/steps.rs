@@ -1,0 +1,450 @@
+//! Random sequences of requests about a pod's containers, and how a sequence that fails is made shorter.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use rand::RngExt;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+
+/// Containers of a sequence at once.
+const CONTAINERS: usize = 2;
+/// Execs of a container at once.
+const EXECS: usize = 2;
+/// Steps of the longest sequence.
+const LONGEST: usize = 14;
+
+/// What a process does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Program {
+    /// Exits with 7 on SIGTERM.
+    Traps,
+    /// Has no handler for any signal.
+    Deaf,
+    /// Exits with 4 at the end of its input.
+    Reads,
+    /// Exits with 5 at once.
+    Quick,
+    /// Writes more than a FIFO holds, then exits with 3.
+    Floods,
+    /// Has a child that is killed for its memory, then exits with 9.
+    Eats,
+    /// Exits with 6 and leaves a child.
+    Leaves,
+    /// Is no file of the image.
+    Missing,
+}
+
+impl Program {
+    const ALL: [Self; 8] = [
+        Self::Traps,
+        Self::Deaf,
+        Self::Reads,
+        Self::Quick,
+        Self::Floods,
+        Self::Eats,
+        Self::Leaves,
+        Self::Missing,
+    ];
+
+    /// Returns its command line.
+    pub fn args(self) -> Vec<String> {
+        let script = match self {
+            Self::Traps => "trap 'exit 7' TERM; echo ready; while :; do sleep 1000 & wait $!; done",
+            Self::Deaf => "echo ready; exec sleep 1000",
+            Self::Reads => "echo ready; cat; exit 4",
+            Self::Quick => "echo ready; exit 5",
+            Self::Floods => "echo ready; head -c 100000 /dev/zero | tr '\\0' x; exit 3",
+            Self::Eats => "echo ready; tail /dev/zero; exit 9",
+            Self::Leaves => "sleep 1000 >/dev/null 2>&1 & echo ready; exit 6",
+            Self::Missing => return vec!["/no/such/program".to_owned()],
+        };
+        ["sh", "-c", script].map(str::to_owned).to_vec()
+    }
+
+    /// Returns whether it ends by itself.
+    pub fn ends(self) -> bool {
+        matches!(self, Self::Quick | Self::Floods | Self::Eats | Self::Leaves)
+    }
+}
+
+/// A container, or an exec in it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Of {
+    /// Which container.
+    pub container: usize,
+    /// Which exec.
+    pub exec: Option<usize>,
+}
+
+impl Of {
+    /// Returns the id of the exec, which is empty for the container.
+    pub fn exec_id(self) -> String {
+        self.exec.map(|exec| format!("e{exec}")).unwrap_or_default()
+    }
+}
+
+impl fmt::Display for Of {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "{}", ["A", "B"].get(self.container).unwrap_or(&"?"))?;
+        self.exec.map_or(Ok(()), |exec| write!(to, "/{exec}"))
+    }
+}
+
+impl fmt::Debug for Of {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, to)
+    }
+}
+
+/// Returns a container.
+pub const fn init(container: usize) -> Of {
+    Of { container, exec: None }
+}
+
+/// Returns an exec.
+pub const fn exec(container: usize, exec: usize) -> Of {
+    Of { container, exec: Some(exec) }
+}
+
+/// What the processes of the daemon are, as far as a sequence ends them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// The worker.
+    Worker,
+    /// The front, and its worker with it.
+    Front,
+}
+
+/// One request, or a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// Creates the task of a container, or adds an exec. The reader of one that is `stalled` stops when it is ready.
+    Create { of: Of, program: Program, terminal: bool, stalled: bool },
+    /// Asks for a task with so little time that the caller may give up, and then again with enough.
+    CreateTwice { of: Of, program: Program, within_ms: u64 },
+    /// Starts it.
+    Start { of: Of },
+    /// Sends a signal.
+    Kill { of: Of, signal: u32, all: bool },
+    /// Closes stdin.
+    CloseIo { of: Of },
+    /// Deletes it.
+    Delete { of: Of },
+    /// Stops reading its output.
+    Stall { of: Of },
+    /// Reads its output again.
+    Read { of: Of },
+    /// Sets the size of its terminal.
+    Resize { of: Of },
+    /// Freezes a container.
+    Pause { container: usize },
+    /// Thaws it.
+    Resume { container: usize },
+    /// Sets limits, one of [`LIMITS`].
+    Update { container: usize, limits: usize },
+    /// Lists processes.
+    Pids { container: usize },
+    /// Reads figures.
+    Metrics { container: usize },
+    /// The same container by CRI: create.
+    CriCreate { container: usize, program: Program },
+    /// Start.
+    CriStart { container: usize },
+    /// Stop, with a grace period in seconds.
+    CriStop { container: usize, grace: i64 },
+    /// Remove.
+    CriRemove { container: usize },
+    /// Run a program to its end.
+    CriExec { container: usize, program: Program },
+    /// Attach, and read nothing.
+    CriAttach { container: usize },
+    /// Ends containerd, by SIGKILL if it is `killed`, and starts it.
+    RestartContainerd { killed: bool },
+    /// Kills a part of the daemon.
+    KillDaemon { part: Part },
+}
+
+impl Step {
+    /// Returns its name.
+    pub fn name(self) -> String {
+        let text = format!("{self:?}");
+        text.split([' ', '{']).next().unwrap_or_default().to_owned()
+    }
+
+    /// Returns which process it is about.
+    pub fn of(self) -> Option<Of> {
+        match self {
+            Self::Create { of, .. }
+            | Self::CreateTwice { of, .. }
+            | Self::Start { of }
+            | Self::Kill { of, .. }
+            | Self::CloseIo { of }
+            | Self::Delete { of }
+            | Self::Stall { of }
+            | Self::Read { of }
+            | Self::Resize { of } => Some(of),
+            Self::Pause { container }
+            | Self::Resume { container }
+            | Self::Update { container, .. }
+            | Self::Pids { container }
+            | Self::Metrics { container }
+            | Self::CriCreate { container, .. }
+            | Self::CriStart { container }
+            | Self::CriStop { container, .. }
+            | Self::CriRemove { container }
+            | Self::CriExec { container, .. }
+            | Self::CriAttach { container } => Some(init(container)),
+            Self::RestartContainerd { .. } | Self::KillDaemon { .. } => None,
+        }
+    }
+}
+
+/// Limits as an update has them: some good, some no kernel takes.
+pub const LIMITS: [&str; 8] = [
+    r#"{"memory":{"limit":67108864}}"#,
+    r#"{"cpu":{"shares":512}}"#,
+    r#"{"cpu":{"quota":50000,"period":100000}}"#,
+    r#"{"cpu":{"quota":1,"period":100000}}"#,
+    r#"{"cpu":{"cpus":"99"}}"#,
+    r#"{"cpu":{"cpus":"0"}}"#,
+    r#"{"cpu":{"cpus":"none"}}"#,
+    "{}",
+];
+
+/// Signals that are sent: some that end a process, some that do not, and numbers of none.
+const SIGNALS: [u32; 9] = [1, 2, 9, 9, 10, 15, 28, 65, 100];
+
+/// Sequences that once showed a difference.
+pub fn corpus() -> Vec<Vec<Step>> {
+    let create = |of, program| Step::Create { of, program, terminal: false, stalled: false };
+    let flooding = Step::Create { of: init(0), program: Program::Floods, terminal: false, stalled: true };
+    let kill = |of, signal| Step::Kill { of, signal, all: false };
+    let start = |of| Step::Start { of };
+    let (a, b) = (init(0), init(1));
+    vec![
+        // Killed before its start.
+        vec![
+            create(b, Program::Deaf),
+            start(b),
+            create(a, Program::Traps),
+            kill(a, 9),
+            Step::Delete { of: a },
+        ],
+        vec![create(a, Program::Traps), kill(a, 15)],
+        // Nobody reads the output.
+        vec![flooding, start(a), Step::Delete { of: a }],
+        // Nobody waits for the creation.
+        vec![Step::CreateTwice { of: a, program: Program::Traps, within_ms: 30 }, start(a), kill(a, 15)],
+        // A child is killed for its memory; what ends later is not.
+        vec![
+            create(a, Program::Traps),
+            start(a),
+            create(exec(0, 0), Program::Eats),
+            start(exec(0, 0)),
+            create(exec(0, 1), Program::Quick),
+            start(exec(0, 1)),
+        ],
+        // Nothing more comes in, before it starts.
+        vec![create(a, Program::Reads), Step::CloseIo { of: a }, start(a)],
+        // An exec in a frozen container.
+        vec![
+            create(a, Program::Traps),
+            start(a),
+            Step::Pause { container: 0 },
+            create(exec(0, 0), Program::Quick),
+            start(exec(0, 0)),
+            Step::Resume { container: 0 },
+        ],
+        vec![
+            Step::CriCreate { container: 0, program: Program::Floods },
+            Step::CriAttach { container: 0 },
+            Step::CriStart { container: 0 },
+            Step::CriStop { container: 0, grace: 1 },
+            Step::CriRemove { container: 0 },
+        ],
+    ]
+}
+
+/// As far as a generator has to know it, to make sequences that get somewhere.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Created,
+    Started,
+}
+
+/// Returns a random sequence.
+pub fn random(rng: &mut StdRng) -> Vec<Step> {
+    let by_cri = rng.random_bool(0.3);
+    let length = rng.random_range(3..=LONGEST);
+    let mut stages = BTreeMap::new();
+    let mut steps = Vec::new();
+    while steps.len() < length {
+        let step = match rng.random_range(0..100) {
+            0..=2 => Step::RestartContainerd { killed: rng.random_bool(0.5) },
+            3..=7 => Step::KillDaemon { part: if rng.random_bool(0.7) { Part::Worker } else { Part::Front } },
+            8..=25 if by_cri => cri(rng, None),
+            8..=25 => any(rng),
+            _ if by_cri => cri(rng, Some(&stages)),
+            _ => next(rng, &stages),
+        };
+        note(&mut stages, step);
+        steps.push(step);
+    }
+    steps
+}
+
+fn note(stages: &mut BTreeMap<Of, Stage>, step: Step) {
+    match step {
+        Step::Create { of, .. } | Step::CreateTwice { of, .. } => {
+            stages.entry(of).or_insert(Stage::Created);
+        }
+        Step::CriCreate { container, .. } => {
+            stages.entry(init(container)).or_insert(Stage::Created);
+        }
+        Step::Start { of } => {
+            stages.entry(of).and_modify(|stage| *stage = Stage::Started);
+        }
+        Step::CriStart { container } => {
+            stages.entry(init(container)).and_modify(|stage| *stage = Stage::Started);
+        }
+        Step::Delete { of } => {
+            stages.retain(|known, _| *known != of && !(of.exec.is_none() && known.container == of.container))
+        }
+        Step::CriRemove { container } => stages.retain(|known, _| known.container != container),
+        _ => {}
+    }
+}
+
+fn program(rng: &mut StdRng) -> Program {
+    *Program::ALL.choose(rng).unwrap_or(&Program::Deaf)
+}
+
+fn container(rng: &mut StdRng) -> usize {
+    if rng.random_bool(0.7) { 0 } else { rng.random_range(0..CONTAINERS) }
+}
+
+fn process(rng: &mut StdRng) -> Of {
+    let container = container(rng);
+    match rng.random_bool(0.4) {
+        true => exec(container, rng.random_range(0..EXECS)),
+        false => init(container),
+    }
+}
+
+fn creation(rng: &mut StdRng, of: Of) -> Step {
+    let program = program(rng);
+    if of.exec.is_none() && rng.random_bool(0.08) {
+        return Step::CreateTwice { of, program, within_ms: rng.random_range(1..200) };
+    }
+    // A terminal echoes what nobody has written, and ends by a key: plain streams say more.
+    let terminal = program != Program::Floods && rng.random_bool(0.1);
+    Step::Create { of, program, terminal, stalled: rng.random_bool(0.15) }
+}
+
+fn kill(rng: &mut StdRng, of: Of) -> Step {
+    let signal = *SIGNALS.choose(rng).unwrap_or(&9);
+    Step::Kill { of, signal, all: of.exec.is_none() && rng.random_bool(0.2) }
+}
+
+/// A step that makes sense where the sequence is.
+fn next(rng: &mut StdRng, stages: &BTreeMap<Of, Stage>) -> Step {
+    let of = process(rng);
+    let of = if stages.contains_key(&init(of.container)) { of } else { init(of.container) };
+    let container = of.container;
+    match stages.get(&of) {
+        None => creation(rng, of),
+        Some(Stage::Created) => match rng.random_range(0..10) {
+            0..=5 => Step::Start { of },
+            6 => kill(rng, of),
+            7 => Step::CloseIo { of },
+            8 => Step::Delete { of },
+            _ => Step::Pause { container },
+        },
+        Some(Stage::Started) => match rng.random_range(0..16) {
+            0..=4 => kill(rng, of),
+            5 | 6 => Step::CloseIo { of },
+            7..=9 => Step::Delete { of },
+            10 => Step::Stall { of },
+            11 => Step::Read { of },
+            12 => Step::Pause { container },
+            13 => Step::Resume { container },
+            14 => Step::Update { container, limits: rng.random_range(0..LIMITS.len()) },
+            _ => {
+                let of = exec(container, rng.random_range(0..EXECS));
+                creation(rng, of)
+            }
+        },
+    }
+}
+
+/// Any step at all.
+fn any(rng: &mut StdRng) -> Step {
+    let of = process(rng);
+    let container = of.container;
+    match rng.random_range(0..13) {
+        0 => creation(rng, of),
+        1 => Step::Start { of },
+        2 | 3 => kill(rng, of),
+        4 => Step::CloseIo { of },
+        5 | 6 => Step::Delete { of },
+        7 => Step::Pause { container },
+        8 => Step::Resume { container },
+        9 => Step::Update { container, limits: rng.random_range(0..LIMITS.len()) },
+        10 => Step::Pids { container },
+        11 => Step::Metrics { container },
+        _ => Step::Resize { of },
+    }
+}
+
+/// A step of CRI's, which makes sense if it is known where the sequence is.
+fn cri(rng: &mut StdRng, stages: Option<&BTreeMap<Of, Stage>>) -> Step {
+    let container = container(rng);
+    let create = |rng: &mut StdRng| Step::CriCreate { container, program: program(rng) };
+    let choice = match stages.map(|stages| stages.get(&init(container))) {
+        Some(None) => 0,
+        Some(Some(Stage::Created)) => *[1, 1, 1, 2, 3, 5].choose(rng).unwrap_or(&1),
+        Some(Some(Stage::Started)) => rng.random_range(2..6),
+        None => rng.random_range(0..6),
+    };
+    match choice {
+        0 => create(rng),
+        1 => Step::CriStart { container },
+        2 => Step::CriStop { container, grace: *[0, 1, 2].choose(rng).unwrap_or(&0) },
+        3 => Step::CriRemove { container },
+        4 => Step::CriExec {
+            container,
+            program: *[Program::Quick, Program::Missing, Program::Leaves]
+                .choose(rng)
+                .unwrap_or(&Program::Quick),
+        },
+        _ => Step::CriAttach { container },
+    }
+}
+
+/// Removes parts for as long as `fails` says that what is left still fails; asks it at most `most` times.
+pub async fn shrink<T, F>(mut parts: Vec<T>, mut most: usize, mut fails: impl FnMut(Vec<T>) -> F) -> Vec<T>
+where
+    T: Clone,
+    F: Future<Output = bool>,
+{
+    let mut size = parts.len().div_ceil(2);
+    while size > 0 {
+        let mut at = 0;
+        while at < parts.len() {
+            if most == 0 {
+                return parts;
+            }
+            let mut fewer = parts.clone();
+            fewer.drain(at..(at + size).min(parts.len()));
+            most -= 1;
+            if !fewer.is_empty() && fails(fewer.clone()).await {
+                parts = fewer;
+            } else {
+                at += size;
+            }
+        }
+        size /= 2;
+    }
+    parts
+}

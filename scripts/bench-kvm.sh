@@ -6,11 +6,12 @@
 #   again    the same once more, to see how far two runs agree
 #   groups   fifty at once: whole groups of each handler and of runc, with a pool of 8
 #   pooled   the same with a pool of as many VMs as a group has pods; into a report of its own, target/bench-kvm/pooled
+#   sustained  BENCH_SUSTAINED (60) starts without pauses: pods a minute, and processor time a pod
 #   memory   PSS at 1, 10 and 50 pods
-# (default: serial groups pooled memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
-# CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
+# (default: serial groups pooled sustained memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
+# CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (3; fewer give no interval), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_MEMORY (MiB of each node),
-# BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
+# BENCH_OTHERS (handlers beside runc, such as gvisor, whose payload is made with STACK_GVISOR=1 make node), BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -33,7 +34,8 @@ in_node() {
     fi
     rm -rf "${RUNS:?}/$name"
     attended scripts/node.sh run --virtual-time --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall 500 --out "$RUNS" \
-        --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" -- \
+        --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" \
+        --env STACK_GVISOR="${STACK_GVISOR:-0}" -- \
         scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 || status=$?
     say "$name: exit code $status after $((SECONDS - began)) s"
     if ((status)); then
@@ -52,12 +54,12 @@ measured() {
         return
     fi
     in_parts "$RUNS" "$name" "${of[@]}" -- "$@" --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
-        --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" || status=$?
+        --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" --env STACK_GVISOR="${STACK_GVISOR:-0}" || status=$?
     say "$name: exit code $status after $((SECONDS - began)) s"
     ((status == 0)) || failed+=("$name")
 }
 
-starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc; }
+starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc "${others[@]}"; }
 serial() { starts serial; }
 again() { starts again; }
 # whole NAME POOL HANDLER…: fifty pods, and a page cache, must fit into the node.
@@ -65,14 +67,18 @@ whole() {
     # Nothing is printed until the first of fifty has started.
     local stall=600 BENCH_MEMORY=${BENCH_MEMORY:-10240} name=$1 pool=$2
     shift 2
-    measured "$vmm-$name" "$pool" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$@" runc --env PAUSE=60 --env START_TIMEOUT=600
+    measured "$vmm-$name" "$pool" "${BENCH_ROUNDS:-3}" 0 "${BENCH_GROUP:-50}" "$@" runc "${others[@]}" --env PAUSE=60 --env START_TIMEOUT=600
 }
 groups() { whole groups "${BENCH_POOL:-8}" "${handlers[@]}"; }
 pooled() { whole pooled "${BENCH_GROUP:-50}" "sandboxer$suffix"; }
+sustained() {
+    local BENCH_MEMORY=${BENCH_MEMORY:-8192}
+    measured "$vmm-sustained" "${BENCH_POOL:-8}" 1 0 0 "${handlers[@]}" runc "${others[@]}" --env BENCH_ARGUMENTS="--sustained ${BENCH_SUSTAINED:-60}"
+}
 memory() {
     local measured=("sandboxer$suffix")
     # Once is enough: memory is not a ratio of one run.
-    [[ $vmm != qemu ]] || measured+=(runc)
+    [[ $vmm != qemu ]] || measured+=(runc "${others[@]}")
     in_node "$vmm-memory" "${BENCH_POOL:-2}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
 }
 
@@ -91,9 +97,10 @@ if [[ ${1:-} == --fresh ]]; then
     shift
 fi
 parts=("$@")
-((${#parts[@]})) || parts=(serial groups pooled memory)
-for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|memory)$ ]] || die "no such part '$part'"; done
+((${#parts[@]})) || parts=(serial groups pooled sustained memory)
+for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|sustained|memory)$ ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
+read -ra others <<<"${BENCH_OTHERS:-}"
 vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}${FIRECRACKER:+ firecracker}}
 [[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor; set CLOUD_HYPERVISOR to its program, Debian has none"
 [[ $vmms == *firecracker* ]] || say "not measured: Firecracker; set FIRECRACKER to its program, Debian has none"

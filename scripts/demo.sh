@@ -29,4 +29,4 @@ rm -rf "$REPORT"
 "$ROOT/scripts/stack.sh" up "$DIR"
 # shellcheck disable=SC1091
 . "$DIR/env"
-sandboxer-cli demo --output "$REPORT" "$@"
+sandboxer-cli demo --kill-daemon --output "$REPORT" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks dependencies against deny.toml, and the syntax of the scripts.
+# Checks dependencies against deny.toml, the syntax of the scripts, and that doc comments name their subject.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -16,6 +16,9 @@ if command -v shellcheck >/dev/null; then
 else
     say "skipped: shellcheck of the scripts (not installed)"
 fi
+
+unnamed=$(git ls-files 'crates/*/src/*.rs' 'benches/*.rs' | xargs awk -f scripts/doc-comments.awk)
+[[ -z $unnamed ]] || die "doc comments without a subject (a pronoun first, or one word):"$'\n'"$unnamed"
 
 deny=$(cargo_tool cargo-deny "${CARGO_DENY_VERSION:-0.20.2}")
 "$deny" --locked check --hide-inclusion-graph bans licenses sources

@@ -21,7 +21,7 @@ options:
   --cpus N            processors (default 2; 1 in virtual time)
   --memory MIB        memory (default 4096; 6144 in virtual time)
   --numa N            number of NUMA nodes, with equal shares of processors and memory
-  --virtual-time      one instruction takes one nanosecond, idle time takes none: figures repeat. One processor
+  --virtual-time      one instruction takes one nanosecond, and a sleep only its own time: figures repeat. One processor
   --kernel NAME       stable (Debian's, the default) or backports (newer, with a newer Landlock)
   --append WORDS      further words on the kernel's command line, such as kvm_amd.npt=0
   --disk MIB          an additional disk, mounted at /disk

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes images as OCI archives, from what Debian has: no registry is asked. The stack's own two, or one of a directory.
 # usage: oci-image.sh busybox|pause NAME OUT.tar
-#        oci-image.sh tree NAME OUT.tar DIRECTORY
+#        oci-image.sh tree NAME OUT.tar DIRECTORY [VOLUME…]
 # The same input gives the same bytes: times, owners and order are fixed.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
-[[ $# == 3 || ($1 == tree && $# == 4) ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar, or tree NAME OUT.tar DIRECTORY"
+[[ $# == 3 || (${1-} == tree && $# -ge 4) ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar, or tree NAME OUT.tar DIRECTORY [VOLUME…]"
 kind=$1 name=$2 out=$(realpath -m "$3") rootfs=
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -56,6 +56,10 @@ busybox | pause)
 tree)
     rootfs=$4
     config='"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]'
+    volumes=("${@:5}")
+    if ((${#volumes[@]} > 0)); then
+        config+=$(printf ',"%s":{}' "${volumes[@]}" | sed 's/^,/,"Volumes":{/; s/$/}/')
+    fi
     ;;
 *) die "no image of kind '$kind': busybox, pause or tree" ;;
 esac

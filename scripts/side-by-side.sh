@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Makes several targets at the same time, says how long each took, and shows the output of those that failed.
+# Makes several targets at the same time, says how far each is, and shows the end of the output of those that failed.
 # usage: side-by-side.sh TARGET…
-# Each target's output is in target/logs/TARGET.log.
+# Each target's output is in target/logs/TARGET.log. On a terminal there is one live line for all; elsewhere a line now and then.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 (($#)) || die "usage: see the head of $0"
 LOGS=$ROOT/target/logs
-# Seconds between two lines of progress.
-PAUSE=30
+# Seconds between two lines where there is no terminal.
+PAUSE=60
 # Lines that are shown of a target that failed.
 SHOWN=30
+# Steps of a target of which nothing is built yet, as `steps_done` counts them; without an entry, only its time is shown.
+declare -A steps=([programs]=780 [kernel]=1950)
 declare -A pids=() outcome=()
 
 # Each target is a process group of its own: what it has started ends with it.
@@ -21,13 +23,28 @@ end() {
     wait
 }
 
+# steps_done TARGET: prints how many crates or objects of it were compiled.
+steps_done() {
+    case $1 in
+    kernel) find "$CACHE"/kernel/.*/objects -name '*.o' 2>/dev/null | wc -l ;;
+    *) grep -c '^ *Compiling' "$LOGS/$1.log" || true ;;
+    esac
+}
+
 # state TARGET: prints what is known of it.
-state() { printf '%s %s' "$1" "${outcome[$1]:-running for $((SECONDS - started)) s}"; }
+state() {
+    [[ -z ${outcome[$1]:-} ]] || { printf '%s %s' "$1" "${outcome[$1]}" && return; }
+    local passed=$((SECONDS - started)) most=${steps[$1]:-0} part=0
+    ((most == 0)) || part=$((100 * $(steps_done "$1") / most))
+    ((part < 100)) || part=99
+    ((part >= 5)) || { printf '%s %d s' "$1" "$passed" && return; }
+    printf '%s %d %%, %d s left' "$1" "$part" $((passed * (100 - part) / part))
+}
 
 progress() {
     local target line=
     for target in "$@"; do line+="${line:+; }$(state "$target")"; done
-    say "$line"
+    if [[ -t 2 ]]; then printf '\r\033[K%s' "$line" >&2; else say "$line"; fi
 }
 
 # look TARGET: notes its end.
@@ -47,11 +64,13 @@ trap 'end; exit 130' INT TERM HUP
 trap end EXIT
 set -m
 for target in "$@"; do
+    : >"$LOGS/$target.log"
     make -C "$ROOT" "$target" >"$LOGS/$target.log" 2>&1 </dev/null &
     pids[$target]=$!
 done
 set +m
 say "making at the same time: $*; output is in $LOGS"
+[[ ! -t 2 ]] || PAUSE=1
 shown=$SECONDS
 while ((${#pids[@]})); do
     sleep 1
@@ -59,6 +78,7 @@ while ((${#pids[@]})); do
     ((SECONDS - shown < PAUSE)) || { shown=$SECONDS && progress "$@"; }
 done
 progress "$@"
+[[ ! -t 2 ]] || echo >&2
 for target in "${failed[@]}"; do
     say "the last lines of $LOGS/$target.log:"
     tail -n "$SHOWN" "$LOGS/$target.log" >&2

@@ -4,14 +4,17 @@
 #   stack.sh down DIR               stops and removes all of it, in any state; also if there is nothing
 #   stack.sh load DIR IMAGE…        loads images of workloads (bench-small, bench-build): see bench-image.sh
 #   stack.sh status DIR             prints what runs; exit 1 unless everything does
-# Our programs come from SANDBOXER_BIN_DIR (default target/release), the guest image from SANDBOXER_GUEST_DIR (default
+# Our programs come from SANDBOXER_BIN_DIR (default target/$SANDBOXER_PROFILE, else target/release), the guest image from SANDBOXER_GUEST_DIR (default
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
+# POOL_MAX (default POOL) is the most of all sizes together: more than POOL leaves room for pods of other kinds, such as those without network.
 # STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB),
 # STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s), STACK_VHOST_NET [vm] vhost_net (auto).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
 # STACK_GVISOR=1 adds the handler gvisor (runsc with its own shim, built once, some minutes).
 # STACK_NRI=1: containerd listens for plugins of NRI, at RUN/nri.sock (containerd 2 only).
 # STACK_NETWORK=here: the bridge of the pods is in the caller's network namespace, not in a separate one, and pods have IPv4 only.
+# STACK_HANDLERS names a file with further runtime handlers, as in containerd 2's configuration, that is added to the stack's once.
+# STACK_QEMU is [vm] qemu of the daemon.
 # STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -40,11 +43,22 @@ fill() {
     # CAP_SYS_RESOURCE is bit 24.
     (($(awk '/^CapEff/ { print "0x" $2 }' /proc/self/status) >> 24 & 1)) || restrict=true
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
-        -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
+        -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@POOL_MAX@|${POOL_MAX:-${POOL:-8}}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
         -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" \
+        -e "s|@QEMU@|${STACK_QEMU:+qemu = \"$STACK_QEMU\"}|g" \
         -e "s|@VHOST_NET@|${STACK_VHOST_NET:-auto}|g" \
         -e "s|@NO_NRI@|$([[ ${STACK_NRI:-} == 1 ]] && echo false || echo true)|g" \
         -e "s|@MEMORY@|${STACK_MEMORY:-256}|g; s|@AGENT_TIMEOUT@|${STACK_AGENT_TIMEOUT:-60}|g" "$1"
+}
+
+# with_handlers COMMAND…: runs it; then adds the caller's handlers to a configuration of containerd that it wrote.
+with_handlers() {
+    local file=$DIR/containerd/config.toml new=no
+    [[ -e $file ]] || new=yes
+    "$@"
+    [[ -n ${STACK_HANDLERS:-} && $new == yes ]] || return 0
+    [[ -r $STACK_HANDLERS ]] || die "STACK_HANDLERS=$STACK_HANDLERS cannot be read"
+    cat "$STACK_HANDLERS" >>"$file"
 }
 
 # configure TEMPLATE FILE: writes FILE once; later edits stay.
@@ -98,7 +112,7 @@ link_binaries() {
         for file in "$from"/*; do ln -sfn "$file" "$DIR/bin/${file##*/}"; done
     done
     [[ $daemon == yes ]] || return 0
-    from=${SANDBOXER_BIN_DIR:-$ROOT/target/release}
+    from=${SANDBOXER_BIN_DIR:-$ROOT/target/${SANDBOXER_PROFILE:-release}}
     for file in sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1; do
         [[ -x $from/$file ]] || die "no $from/$file: run 'make build' first"
         ln -sfn "$(realpath "$from/$file")" "$DIR/bin/$file"
@@ -211,7 +225,7 @@ up() {
     link_binaries
     pod_network
     scratch_file
-    with_gvisor configure_containerd
+    with_handlers with_gvisor configure_containerd
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then
         # Before containerd, which at its restart asks the daemon about its pods.

@@ -4,7 +4,9 @@
 #                                                                 and a group of GROUP (0: no group)
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
 # Of a payload that was made with NODE_VM=1, HANDLER may be vm; it may be native in any.
-# STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
+# Of a stack with STACK_GVISOR=1, whose payload has gVisor, HANDLER may be gvisor. BENCH_ARGUMENTS are further arguments of `sandboxer-cli startup`
+# or `mem-report`, such as "--network host --baseline runc".
+# NODE_PREPARE names a script that is sourced before the stack starts. STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
 # pool fills). START_TIMEOUT (60) bounds one start.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -37,7 +39,7 @@ settle() {
 part() {
     local at=$NODE_OUT/$name.$1 status=0
     rm -rf "$at.new"
-    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" "${vm_disk[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
+    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" "${vm_disk[@]}" "${more[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
         --pause "${PAUSE:-4}" --timeout "${START_TIMEOUT:-60}" --output "$at.new" || status=$?
     mv "$at.new" "$at"
     return $status
@@ -45,10 +47,15 @@ part() {
 
 finish() {
     local status=$?
-    cp "$dir/sandboxer/log" "$NODE_OUT/$name.sandboxer.log" 2>/dev/null || true
+    local log
+    # Why another runtime's start fails is in containerd's.
+    for log in sandboxer containerd; do cp "$dir/$log/log" "$NODE_OUT/$name.$log.log" 2>/dev/null || true; done
     exit $status
 }
 
+# What another runtime of the stack needs.
+# shellcheck source=/dev/null
+[[ -z ${NODE_PREPARE:-} ]] || . "$NODE_PREPARE"
 warm
 trap finish EXIT
 scripts/stack.sh up "$dir"
@@ -57,6 +64,7 @@ scripts/stack.sh up "$dir"
 sandboxer-cli version
 settle
 runtimes=() vm_disk=() failed=0
+read -ra more <<<"${BENCH_ARGUMENTS:-}"
 [[ " $* " != *' vm '* ]] || vm_disk=(--vm-image "$(scripts/bench-vm.sh)")
 case $verb in
 startup)
@@ -70,7 +78,7 @@ memory)
     counts=$1
     shift
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
-    COLUMNS=180 sandboxer-cli mem-report "${runtimes[@]}" "${vm_disk[@]}" --sweep "$counts" --repeat 1 --timeout 300 --output "$NODE_OUT/$name"
+    COLUMNS=180 sandboxer-cli mem-report "${runtimes[@]}" "${vm_disk[@]}" "${more[@]}" --sweep "$counts" --repeat 1 --timeout 300 --output "$NODE_OUT/$name"
     ;;
 *) die "no such measurement '$verb'" ;;
 esac

@@ -22,6 +22,7 @@ MODULES=(
     sch_ingress cls_matchall cls_u32 cls_flower cls_bpf act_mirred act_bpf act_gact sch_tbf
     ip_tables iptable_filter iptable_nat nf_nat nf_tables nft_compat xt_comment xt_MASQUERADE xt_multiport xt_mark
     fuse nbd crc32c_generic binfmt_misc
+    xfrm_user xfrm_algo
 )
 # Of these, what finds the root disk.
 EARLY=(virtio_pci virtio_blk virtio_console erofs overlay)

@@ -2,8 +2,8 @@
 # Packs the files of this clone that a node VM needs into target/node/payload.erofs and prints its path: scripts, configurations,
 # programs as far as they are built, guest image, and the named FILEs; also containerd, runc and the stack's images from the cache.
 # usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
-# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the images of workloads, their helper, and gVisor, unless STACK_GVISOR=0.
-# NODE_VM=1 adds the disk of the series `vm`.
+# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the images of workloads, their helper, and gVisor, unless STACK_GVISOR=0. STACK_GVISOR=1 adds gVisor to any.
+# NODE_VM=1 adds the disk of the series `vm`. NODE_FILES=DIR adds a directory of this host, which is `files` in the node's cache.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -78,13 +78,14 @@ pack() {
     done
     lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
     # shellcheck disable=SC2046 # nothing, or one word
-    for tool in $("$ROOT/scripts/tools.sh") $([[ ${NODE_BENCH:-} != 1 || ${STACK_GVISOR:-1} == 0 ]] || "$ROOT/scripts/tools.sh" gvisor); do
+    for tool in $("$ROOT/scripts/tools.sh") $([[ ${STACK_GVISOR:-${NODE_BENCH:-0}} != 1 ]] || "$ROOT/scripts/tools.sh" gvisor); do
         mkdir -p "$work/cache/tools/$(basename "${tool%/bin}")"
         cp -a "$tool" "$work/cache/tools/$(basename "${tool%/bin}")/"
     done
     images
     [[ ${NODE_BENCH:-} != 1 ]] || bench
     [[ ${NODE_VM:-} != 1 ]] || vm
+    [[ -z ${NODE_FILES:-} ]] || { mkdir -p "$work/cache/files" && cp -aL "$NODE_FILES/." "$work/cache/files/"; }
     install -m 0755 "$ROOT/scripts/node/init" "$work/init"
     rm -f "$OUT/payload.erofs"
     mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "cannot make the payload with mkfs.erofs: $(tail -n 3 "$work.log")"

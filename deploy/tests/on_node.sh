@@ -26,12 +26,8 @@ unshare --mount --propagation private bash -c '
     exec chroot "$image" /bin/busybox env -i "$@"' container "$node" "$image" "${settings[@]}" "$@" &
 container=$!
 
-# A process of the node beside it, if there is one: a VM, for example.
 mount --bind "$node" "$node"
 mount -t proc proc "$node/proc"
-if [[ -e $node/tmp/beside ]]; then
-    env -i SANDBOXER_RUN_DIR=/run/sandboxer/pods/p sleep 600 &
-fi
 exec 3>"$image/sys/go"
 cd "$node"
 pivot_root . .

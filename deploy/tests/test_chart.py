@@ -19,14 +19,14 @@ SANDBOXER = os.environ["SANDBOXER"]
 IMAGE = {"installer": {"image": "registry.example/sandboxer-installer:1"}}
 
 
-def helm(*arguments, values=None):
+def helm(*arguments, values=None, kubernetes="1.30.0"):
     """Runs helm with these values; returns its status, output and errors."""
     with tempfile.TemporaryDirectory() as home, tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(values or {}, file)
         file.flush()
         env = {"PATH": os.environ["PATH"], "HOME": home}
         # Helm as a module has no current version of Kubernetes in it.
-        command = [HELM, *arguments, "--kube-version", "1.30.0", "--values", file.name]
+        command = [HELM, *arguments, "--kube-version", kubernetes, "--values", file.name]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout, done.stderr
 
@@ -78,7 +78,9 @@ class Renders(unittest.TestCase):
     def test_the_default_makes_an_installer_and_a_runtime_class(self):
         documents = template(IMAGE)
         kinds = sorted(document["kind"] for document in documents)
-        expected = ["ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet", "Job", "Role", "RoleBinding", "RuntimeClass", "ServiceAccount"]
+        policies = ["ValidatingAdmissionPolicy"] * 2 + ["ValidatingAdmissionPolicyBinding"] * 2
+        expected = ["ClusterRole", "ClusterRoleBinding", "ConfigMap", "DaemonSet", "Job", "Role", "RoleBinding", "RuntimeClass", "ServiceAccount",
+                    "ServiceAccount", *policies]
         self.assertEqual(kinds, expected)
         runtime_class = only(documents, "RuntimeClass")
         self.assertEqual(runtime_class["handler"], "sandboxer")
@@ -231,6 +233,90 @@ class Files(unittest.TestCase):
                 theirs.add((*table, found[1]))
         fixed = {("run_dir",), ("state_dir",), ("metrics_listen",), ("vm", "kernel"), ("vm", "initramfs")}
         self.assertEqual(ours, {key for key in theirs - fixed if key[0] != "handlers"})
+
+
+class Rights(unittest.TestCase):
+    """Who may do what in the cluster, from the files that are rendered: a token on a node is everybody's who is root there."""
+
+    def setUp(self):
+        self.documents = template(IMAGE)
+
+    def of(self, kind, name):
+        (found,) = [d for d in self.documents if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+        return found
+
+    def rights(self, account):
+        """Returns what an account may do: namespace (or the cluster), API group, resource, name (or all), verb."""
+        found = set()
+        for binding in (d for d in self.documents if d["kind"] in ("RoleBinding", "ClusterRoleBinding")):
+            subjects = [(s["kind"], s["namespace"], s["name"]) for s in binding["subjects"]]
+            self.assertTrue(all(kind == "ServiceAccount" for kind, *_ in subjects), subjects)
+            if ("ServiceAccount", "sandboxer", account) not in subjects:
+                continue
+            role = self.of(binding["roleRef"]["kind"], binding["roleRef"]["name"])
+            where = binding["metadata"].get("namespace", "the cluster")
+            for rule in role["rules"]:
+                self.assertEqual(set(rule) - {"resourceNames"}, {"apiGroups", "resources", "verbs"})
+                found |= {(where, group, resource, name, verb) for group in rule["apiGroups"] for resource in rule["resources"]
+                          for name in rule.get("resourceNames", ["all"]) for verb in rule["verbs"]}
+        return found
+
+    def account(self, kind):
+        pod = only(self.documents, kind)["spec"]["template"]["spec"]
+        self.assertTrue(pod["automountServiceAccountToken"])
+        return pod["serviceAccountName"]
+
+    def policy(self, account):
+        """Returns the policy for an account, which has to be bound."""
+        condition = f"request.userInfo.username == 'system:serviceaccount:sandboxer:{account}'"
+        (policy,) = [d for d in self.documents if d["kind"] == "ValidatingAdmissionPolicy"
+                     and [c["expression"] for c in d["spec"]["matchConditions"]] == [condition]]
+        (binding,) = [d for d in self.documents if d["kind"] == "ValidatingAdmissionPolicyBinding"
+                      and d["spec"]["policyName"] == policy["metadata"]["name"]]
+        self.assertEqual(binding["spec"], {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]})
+        self.assertEqual(policy["spec"]["failurePolicy"], "Fail")
+        (rule,) = policy["spec"]["matchConstraints"]["resourceRules"]
+        self.assertEqual(rule["operations"], ["*"])
+        return rule["resources"], " ".join(v["expression"] for v in policy["spec"]["validations"])
+
+    def test_no_token_on_a_node_changes_what_runs_on_others(self):
+        installer = self.account("DaemonSet")
+        self.assertEqual(self.rights(installer), {("the cluster", "", "nodes", "all", "patch")})
+        resources, rules = self.policy(installer)
+        self.assertEqual(resources, ["nodes", "nodes/*"])
+        for part in ("request.operation == 'UPDATE'", "variables.of[0] == request.name", "'io.sandboxer/node'", "object.spec == oldObject.spec"):
+            self.assertIn(part, rules)
+
+    def test_the_removers_rights_exist_only_while_the_chart_is_deleted(self):
+        remover, daemon_set = self.account("Job"), only(self.documents, "DaemonSet")["metadata"]["name"]
+        self.assertNotEqual(remover, self.account("DaemonSet"))
+        self.assertEqual(self.rights(remover), {("sandboxer", "apps", "daemonsets", daemon_set, verb) for verb in ("get", "patch")})
+        weights = {}
+        for kind in ("ServiceAccount", "Role", "RoleBinding", "Job"):
+            notes = self.of(kind, remover)["metadata"]["annotations"]
+            self.assertEqual((notes["helm.sh/hook"], notes["helm.sh/hook-delete-policy"]), ("pre-delete", "before-hook-creation,hook-succeeded"))
+            weights[kind] = int(notes["helm.sh/hook-weight"])
+        self.assertTrue(all(weights["Job"] > weight for kind, weight in weights.items() if kind != "Job"), weights)
+        resources, rules = self.policy(remover)
+        self.assertEqual(resources, ["daemonsets", "daemonsets/*"])
+        self.assertIn("object.spec.template.spec == oldObject.spec.template.spec", rules)
+
+    def test_no_account_but_those_has_rights_and_none_gives_its_token_unasked(self):
+        accounts = {d["metadata"]["name"]: d for d in self.documents if d["kind"] == "ServiceAccount"}
+        self.assertEqual(set(accounts), {self.account("DaemonSet"), self.account("Job")})
+        for account in accounts.values():
+            self.assertIs(account["automountServiceAccountToken"], False)
+        bound = {s["name"] for d in self.documents for s in d.get("subjects", [])}
+        self.assertEqual(bound, set(accounts))
+        self.assertFalse(any("rules" in d and d["kind"] not in ("Role", "ClusterRole", "PrometheusRule") for d in self.documents))
+
+    def test_a_cluster_without_such_policies_is_refused(self):
+        command = ["template", "sbx", str(CHART), "--namespace", "sandboxer"]
+        status, _, errors = helm(*command, values=IMAGE, kubernetes="1.29.3")
+        self.assertNotEqual(status, 0)
+        self.assertIn("the installer needs Kubernetes 1.30", errors)
+        status, _, errors = helm(*command, values={"installer": {"enabled": False}}, kubernetes="1.29.3")
+        self.assertEqual(status, 0, errors)
 
 
 class Alerts(unittest.TestCase):

@@ -318,14 +318,25 @@ class Installer(OnNode):
         self.installs()
         installed = self.host.listing()
         (self.host.node / "tmp/pods").write_text("5a1de5\n")
-        self.refuses("pods run, and without the daemon nothing could stop them; end them first: 5a1de5", what="remove")
+        self.refuses("not removed: pods run (double): 5a1de5", what="remove")
         self.assertEqual(self.host.listing(), installed)
         (self.host.node / "tmp/pods").unlink()
         # The daemon is gone, a VM is left.
         (self.host.node / "run/daemon-double").unlink()
-        (self.host.node / "tmp/beside").touch()
+        (self.host.node / "tmp/beside").write_text("a VM")
         self.refuses("the daemon does not answer, and VMs run", what="remove")
         (self.host.node / "tmp/beside").unlink()
+        self.removes()
+        self.assert_nothing_is_left()
+
+    def test_for_a_pod_that_starts_during_a_removal_the_daemon_comes_back(self):
+        self.installs()
+        (self.host.node / "tmp/late").touch()
+        self.refuses("not removed: the daemon does not answer, and VMs run (double): late", what="remove")
+        self.assertEqual(self.host.calls()[-1], "--quiet enable --now sandboxer.service")
+        self.assertTrue((self.host.node / "opt/sandboxer/bin/sandboxer").exists())
+        for name in ("late", "beside"):
+            (self.host.node / "tmp" / name).unlink()
         self.removes()
         self.assert_nothing_is_left()
 

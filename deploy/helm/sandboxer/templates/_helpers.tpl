@@ -16,6 +16,13 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: installer
 {{- end -}}
 
+{{/* Annotations of what exists while the chart is deleted, made in the order of the weights. */}}
+{{- define "sandboxer.ofRemoval" -}}
+helm.sh/hook: pre-delete
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end -}}
+
 {{/* The label of a node whose daemon answers. */}}
 {{- define "sandboxer.nodeLabel" -}}io.sandboxer/node{{- end -}}
 
@@ -24,6 +31,8 @@ app.kubernetes.io/component: installer
 {{- if kindIs "string" . -}}{{ toJson . }}
 {{- else if and (kindIs "float64" .) (eq . (floor .)) -}}{{ int64 . }}
 {{- else if kindIs "slice" . -}}{{ toJson . }}
+{{- else if kindIs "map" . -}}
+{ {{- range $n, $key := keys . | sortAlpha }}{{ if $n }},{{ end }} {{ $key | quote }} = {{ include "sandboxer.tomlValue" (get $ $key) }}{{ end }} }
 {{- else -}}{{ . }}
 {{- end -}}
 {{- end -}}

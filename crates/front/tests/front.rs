@@ -474,7 +474,9 @@ fn upgraded() -> Result<(), Failed> {
         assert_eq!(role(&front), "front-resume");
         cut.stream.write_all(later)?;
         assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
-        assert_eq!(front.client().told(1, "hello"), format!("life {life}"), "it accepts no others");
+        // Open while descriptors are counted, since one that closes is counted or not.
+        let mut other = front.client();
+        assert_eq!(other.told(1, "hello"), format!("life {life}"), "it accepts no others");
         until("as many descriptors as before", || {
             *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
         });
@@ -525,7 +527,9 @@ fn front_killed() -> Result<(), Failed> {
         assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")));
         cut.stream.write_all(later)?;
         assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
-        assert_eq!(front.client().told(1, "hello"), format!("life {life}"), "it accepts no others");
+        // Open while descriptors are counted, since one that closes is counted or not.
+        let mut other = front.client();
+        assert_eq!(other.told(1, "hello"), format!("life {life}"), "it accepts no others");
         until("as many descriptors as before", || {
             *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
         });

@@ -240,9 +240,11 @@ impl Front<'_> {
         let worker = self.worker.take()?;
         let (ready, orphan) = (worker.ready, worker.is_orphan());
         let _ = self.epoll.delete(worker.control());
+        // Dropped before an upgrade, which would leave the control socket in the store for good.
+        let child = worker.into_child();
         if status.is_none() {
             // A child is reaped when it ends after all.
-            self.stuck.extend(worker.into_child());
+            self.stuck.extend(child);
         }
         self.relink = None;
         self.trial = None;

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks dependencies against deny.toml, the syntax of the scripts, and that doc comments name their subject.
+# Checks dependencies against deny.toml, the syntax of the scripts, that doc comments name their subject, and that table cells
+# of docs/*.md are short.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -19,6 +20,11 @@ fi
 
 unnamed=$(git ls-files 'crates/*/src/*.rs' 'benches/*.rs' | xargs awk -f scripts/doc-comments.awk)
 [[ -z $unnamed ]] || die "doc comments without a subject (a pronoun first, or one word):"$'\n'"$unnamed"
+
+# Pages whose tables are not yet of that form.
+long_cells='docs/(ARCHITECTURE|compare-kata|compatibility|installing|observing|reliability|security|starting|workloads).md'
+crowded=$(git ls-files 'docs/*.md' ':!docs/*/*' | grep -vxE "$long_cells" | xargs awk -f scripts/table-cells.awk)
+[[ -z $crowded ]] || die "table cells of more than 25 words (write prose or a list below the table):"$'\n'"$crowded"
 
 deny=$(cargo_tool cargo-deny "${CARGO_DENY_VERSION:-0.20.2}")
 "$deny" --locked check --hide-inclusion-graph bans licenses sources

@@ -22,7 +22,7 @@ unnamed=$(git ls-files 'crates/*/src/*.rs' 'benches/*.rs' | xargs awk -f scripts
 [[ -z $unnamed ]] || die "doc comments without a subject (a pronoun first, or one word):"$'\n'"$unnamed"
 
 # Pages whose tables are not yet of that form.
-long_cells='docs/(compare-kata|compatibility|installing|reliability).md'
+long_cells='docs/(compare-kata|compatibility|installing).md'
 crowded=$(git ls-files 'docs/*.md' ':!docs/*/*' | grep -vxE "$long_cells" | xargs awk -f scripts/table-cells.awk)
 [[ -z $crowded ]] || die "table cells of more than 25 words (write prose or a list below the table):"$'\n'"$crowded"
 

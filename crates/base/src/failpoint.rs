@@ -4,9 +4,10 @@
 //! The directory that `SANDBOXER_FAILPOINTS` names holds these files. `armed` has one point per line: each worker
 //! removes the first line and dies when it reaches that point. `passed` gets the name of every point that workers
 //! reach, in the order of their first passes. `died` gets the name of the last point at which a worker has died. The
-//! optional file `clock` has the number of seconds by which the wall clock is wrong.
+//! optional file `clock` has the number of seconds by which the wall clock is wrong. The optional file `streams`, read
+//! at the worker's start, has the number of streams of a session with a guest.
 
-use std::{fmt, io, path::Path, time::SystemTime};
+use std::{fmt, io, time::SystemTime};
 
 /// Passes a point. Its name is the event that has happened, or is about to.
 #[cfg(not(feature = "failpoints"))]
@@ -21,33 +22,23 @@ pub fn pass(point: fmt::Arguments<'_>) {
     }
 }
 
-/// Passes a point at which a system call may fail. The armed line is then the error's number, a space, and the point's
-/// name.
+/// Fails at a point if a test wants that: the armed line, which counts once, is the error's number, a space, and how the
+/// point begins; or a test of the same process has injected an error. The point is the operation about to be done, and
+/// with what.
 #[cfg(not(feature = "failpoints"))]
 #[inline(always)]
-pub fn fails(_: fmt::Arguments<'_>) -> io::Result<()> {
+pub fn fail(_: fmt::Arguments<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Passes a point at which a system call may fail. The armed line is then the error's number, a space, and the point's
-/// name.
+/// Fails at a point if a test wants that: the armed line, which counts once, is the error's number, a space, and how the
+/// point begins; or a test of the same process has injected an error. The point is the operation about to be done, and
+/// with what.
 #[cfg(feature = "failpoints")]
-pub fn fails(point: fmt::Arguments<'_>) -> io::Result<()> {
-    pass(point);
-    armed::POINTS.as_ref().map_or(Ok(()), |points| points.fails(&point.to_string()))
-}
-
-/// Fails if a test has injected an error here for `path`. `point` is the operation about to be done.
-#[cfg(not(feature = "failpoints"))]
-#[inline(always)]
-pub fn fail(_: &'static str, _: &Path) -> io::Result<()> {
-    Ok(())
-}
-
-/// Fails if a test has injected an error here for `path`. `point` is the operation about to be done.
-#[cfg(feature = "failpoints")]
-pub fn fail(point: &'static str, path: &Path) -> io::Result<()> {
-    injected::at(point, path)
+pub fn fail(point: fmt::Arguments<'_>) -> io::Result<()> {
+    let point = point.to_string();
+    let errno = armed::POINTS.as_ref().and_then(|points| points.errno(&point));
+    errno.or_else(|| injected::at(&point)).map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)))
 }
 
 #[cfg(feature = "failpoints")]
@@ -66,15 +57,24 @@ pub fn shifted(now: SystemTime) -> SystemTime {
     armed::POINTS.as_ref().map_or(now, |points| points.shifted(now))
 }
 
+/// Returns the number of streams of a session with a guest, which is `usual` unless a test wants fewer.
+#[cfg(not(feature = "failpoints"))]
+#[inline(always)]
+pub fn streams(usual: u32) -> u32 {
+    usual
+}
+
+/// Returns the number of streams of a session with a guest, which is `usual` unless a test wants fewer.
+#[cfg(feature = "failpoints")]
+pub fn streams(usual: u32) -> u32 {
+    armed::POINTS.as_ref().and_then(|points| points.streams).unwrap_or(usual)
+}
+
 #[cfg(feature = "failpoints")]
 mod injected {
-    use std::{
-        io,
-        path::Path,
-        sync::{
-            Mutex, PoisonError,
-            atomic::{AtomicU64, Ordering},
-        },
+    use std::sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
     };
 
     struct Armed {
@@ -108,8 +108,8 @@ mod injected {
         }
     }
 
-    /// Makes the next `times` passes of `point` fail with `errno`, for paths that contain `part`: several tests run in
-    /// one process.
+    /// Makes the next `times` passes of points that begin with `point` and contain `part` fail with `errno`: several
+    /// tests run in one process, each with paths of its own.
     pub fn inject(point: &'static str, part: &str, errno: i32, times: usize) -> Injection {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let armed = Armed { number, point, part: part.to_owned(), errno, left: times };
@@ -117,19 +117,14 @@ mod injected {
         Injection(number)
     }
 
-    pub fn at(point: &str, path: &Path) -> io::Result<()> {
+    pub fn at(point: &str) -> Option<i32> {
         let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
-        let path = path.to_string_lossy();
-        let hit = armed
-            .iter_mut()
-            .find(|armed| armed.left > 0 && armed.point == point && path.contains(armed.part.as_str()));
-        match hit {
-            None => Ok(()),
-            Some(hit) => {
-                hit.left -= 1;
-                Err(io::Error::from_raw_os_error(hit.errno))
-            }
-        }
+        let is_hit = |armed: &&mut Armed| {
+            armed.left > 0 && point.starts_with(armed.point) && point.contains(armed.part.as_str())
+        };
+        let hit = armed.iter_mut().find(is_hit)?;
+        hit.left -= 1;
+        Some(hit.errno)
     }
 }
 
@@ -140,7 +135,10 @@ mod armed {
         fs,
         io::{self, Write},
         path::PathBuf,
-        sync::{LazyLock, Mutex, PoisonError},
+        sync::{
+            LazyLock, Mutex, PoisonError,
+            atomic::{AtomicBool, Ordering},
+        },
         time::{Duration, Instant, SystemTime},
     };
 
@@ -151,6 +149,9 @@ mod armed {
         dir: PathBuf,
         since: Instant,
         armed: Option<String>,
+        /// Whether the armed error has occurred.
+        has_failed: AtomicBool,
+        pub streams: Option<u32>,
         // The lock is held while a line is written, never across an await.
         passed: Mutex<HashSet<String>>,
     }
@@ -170,7 +171,10 @@ mod armed {
             let armed = (!first.is_empty()).then(|| first.to_owned());
             let known = fs::read_to_string(dir.join("passed")).unwrap_or_default();
             let passed = Mutex::new(known.lines().map(str::to_owned).collect());
-            Ok(Self { dir, since: Instant::now(), armed, passed })
+            let streams =
+                fs::read_to_string(dir.join("streams")).ok().and_then(|text| text.trim().parse().ok());
+            let has_failed = AtomicBool::new(false);
+            Ok(Self { dir, since: Instant::now(), armed, has_failed, streams, passed })
         }
 
         pub fn shifted(&self, now: SystemTime) -> SystemTime {
@@ -180,12 +184,10 @@ mod armed {
             if seconds < 0 { now - by } else { now + by }
         }
 
-        pub fn fails(&self, point: &str) -> io::Result<()> {
-            let armed = self.armed.as_ref().and_then(|armed| armed.split_once(' '));
-            match armed.filter(|(_, of)| *of == point).and_then(|(number, _)| number.parse().ok()) {
-                Some(number) => Err(io::Error::from_raw_os_error(number)),
-                None => Ok(()),
-            }
+        pub fn errno(&self, point: &str) -> Option<i32> {
+            let (errno, of) = self.armed.as_ref()?.split_once(' ')?;
+            let errno = errno.parse().ok()?;
+            (point.starts_with(of) && !self.has_failed.swap(true, Ordering::Relaxed)).then_some(errno)
         }
 
         #[expect(clippy::disallowed_methods, reason = "it waits for time to pass, and then dies")]

@@ -23,6 +23,7 @@ use std::{
 };
 
 use protobuf::Message;
+use sandboxer_base::failpoint;
 use sandboxer_protocol::{
     agent::Caller,
     frames::{Incoming, Outgoing, too_long},
@@ -42,6 +43,9 @@ use crate::{
 
 /// The number of queued bytes from which no call is started. Concurrent calls may exceed it by their own size.
 const MAX_WAITING: usize = 1 << 20;
+
+/// The number of streams of a session: a caller's are odd.
+const STREAMS: u32 = 1 << 31;
 
 /// The calls of one session. Cheap to clone; the session ends with the last clone.
 #[derive(Clone)]
@@ -71,7 +75,7 @@ struct Shared {
 struct Session {
     follow: Follow,
     queue: Outgoing,
-    /// The number of earlier streams, modulo 2^32.
+    /// The number of earlier streams, modulo their number.
     streams: u32,
     /// The callers that wait for a response, by stream.
     waiting: HashMap<u32, oneshot::Sender<Result<Vec<u8>>>>,
@@ -85,9 +89,8 @@ impl Session {
     /// first calls still wait: their streams are skipped. [`Follow`] limits their number.
     fn next_stream(&mut self) -> u32 {
         loop {
-            // A caller's streams are odd.
             let stream = self.streams.wrapping_mul(2) | 1;
-            self.streams = self.streams.wrapping_add(1);
+            self.streams = self.streams.wrapping_add(1) % failpoint::streams(STREAMS);
             if !self.waiting.contains_key(&stream) {
                 return stream;
             }

@@ -158,7 +158,7 @@ impl Front {
         fds: &[BorrowedFd<'_>],
     ) -> io::Result<Kept> {
         let note = serde_json::to_vec(note).map_err(io::Error::other)?;
-        fail("the front keeps a note", Path::new(key))?;
+        fail(format_args!("the front keeps a note: {key}"))?;
         if let Some(socket) = &self.socket {
             pass(format_args!("before the front keeps {}", kind(key)));
             send(socket, Kind::Keep, key, &note, fds)?;

@@ -26,7 +26,7 @@ use nix::{
     },
 };
 
-use sandboxer_base::failpoint::fails;
+use sandboxer_base::failpoint::{fail, pass};
 
 use crate::{
     connection::{Connection, Numbers},
@@ -86,7 +86,8 @@ pub enum FrontError {
 
 /// Passes a point at which a test makes a system call fail.
 fn at(point: &str, action: &'static str) -> Result<(), FrontError> {
-    fails(format_args!("{point}")).map_err(system(action))
+    pass(format_args!("{point}"));
+    fail(format_args!("{point}")).map_err(system(action))
 }
 
 fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontError {

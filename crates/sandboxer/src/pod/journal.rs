@@ -342,7 +342,7 @@ impl PodJournal {
         pass(format_args!("before a record is removed"));
         // The previous record first: alone, it would be used as the pod's record.
         let removal = move || {
-            fail("a record is removed", &path)?;
+            fail(format_args!("a record is removed: {}", path.display()))?;
             remove(&before(&path))?;
             remove(&path)
         };
@@ -385,17 +385,19 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     pass(format_args!("before a record"));
     let text = serde_json::to_vec(record).map_err(io::Error::other)?;
     let written = (|| {
-        fail("a record is opened", path)?;
+        fail(format_args!("a record is opened: {}", path.display()))?;
         let mut file =
             fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&text)?;
-        fail("a record is written", path)?;
+        fail(format_args!("a record is written: {}", path.display()))?;
         pass(format_args!("a record is written"));
-        if let Err(error) = fail("the previous record is kept", path).and_then(|()| keep(path)) {
+        if let Err(error) =
+            fail(format_args!("the previous record is kept: {}", path.display())).and_then(|()| keep(path))
+        {
             tracing::warn!(?path, %error, "cannot keep the previous record");
         }
         pass(format_args!("the previous record is kept"));
-        fail("a record is put in place", path)?;
+        fail(format_args!("a record is put in place: {}", path.display()))?;
         fs::rename(&new, path)
     })();
     if written.is_err() {

@@ -139,7 +139,8 @@ pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
 }
 
 fn open(path: &Path) -> Result<File, TemplateError> {
-    let opened = fail("a template is opened", path).and_then(|()| File::open(path));
+    let opened =
+        fail(format_args!("a template is opened: {}", path.display())).and_then(|()| File::open(path));
     opened.map_err(TemplateError::path("open", path))
 }
 
@@ -168,7 +169,8 @@ pub fn load(dir: &Path) -> Result<Template, TemplateError> {
     for (name, written) in &manifest.files {
         let path = dir.join(name);
         let file = open(&path)?;
-        let sealed = fail("a template is read", &path).and_then(|()| pages::seal(&file, name));
+        let sealed = fail(format_args!("a template is read: {}", path.display()))
+            .and_then(|()| pages::seal(&file, name));
         let (sealed, found) = sealed.map_err(TemplateError::path("read", &path))?;
         if found.bytes != written.bytes {
             let reason = format!("it has {} bytes, expected {}", found.bytes, written.bytes);

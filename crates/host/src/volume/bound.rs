@@ -8,7 +8,7 @@ use std::{
 use oci_spec::runtime::Mount;
 use serde::{Deserialize, Serialize};
 
-use super::{Kind, Kubelet, Volume, VolumeError, classify};
+use super::{Kind, Kubelet, Volume, VolumeError, classify, host};
 use crate::beneath::{self, Access, Found};
 
 /// Largest host file that is copied into a container, bytes.
@@ -23,6 +23,8 @@ pub struct Bound {
     pub file: Option<FileMeta>,
     /// Device and inode of the source.
     pub inode: (u64, u64),
+    /// Whether the source is shared live, without other mounts below it now or later.
+    pub is_one_mount: bool,
 }
 
 /// Owner and permissions of a file.
@@ -57,6 +59,10 @@ impl Looked {
             move |source| VolumeError::Path { at, action, path, source }
         };
         let inode = found.inode();
+        // If in doubt, there are some: the guest then leaves it to the host to refuse writes.
+        let has_mounts =
+            || found.kind() == beneath::Kind::Directory && host::has_mounts_below(&found).unwrap_or(true);
+        let is_one_mount = volume.kind == Kind::Live && !volume.follows_host_mounts && !has_mounts();
         let is_copied = match &volume.kind {
             Kind::File | Kind::TerminationMessage => true,
             Kind::ProjectedPart => found.kind() == beneath::Kind::File,
@@ -64,7 +70,11 @@ impl Looked {
         };
         if !is_copied {
             let source = (volume.kind == Kind::Live).then(|| found.into_fd());
-            return Ok(Self { bound: Bound { volume, file: None, inode }, content: Vec::new(), source });
+            return Ok(Self {
+                bound: Bound { volume, file: None, inode, is_one_mount },
+                content: Vec::new(),
+                source,
+            });
         }
         let content = read(&found).map_err(failed("read"))?;
         if content.len() as u64 > MAX_FILE {
@@ -73,7 +83,7 @@ impl Looked {
         }
         let stat = found.stat();
         let file = Some(FileMeta { mode: found.mode(), uid: stat.st_uid, gid: stat.st_gid });
-        Ok(Self { bound: Bound { volume, file, inode }, content, source: None })
+        Ok(Self { bound: Bound { volume, file, inode, is_one_mount }, content, source: None })
     }
 }
 

@@ -113,6 +113,13 @@ pub fn is_of_root(pod: &Dir) -> io::Result<bool> {
     Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
 }
 
+/// Returns whether other mounts are below a directory, or on it.
+pub fn has_mounts_below(dir: &Found) -> io::Result<bool> {
+    let (path, own) = (path_of(dir)?, dir.mount()?.id);
+    let is_other = |mount: &Mount| mount.point.starts_with(&path) && mount.id != own;
+    Ok(Table::read()?.0.iter().any(is_other))
+}
+
 /// The mounts of this thread's namespace.
 struct Table(Vec<Mount>);
 

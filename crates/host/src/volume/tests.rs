@@ -233,6 +233,17 @@ fn options_of_the_mount_are_kept_and_propagation_is_the_hosts_affair() {
 }
 
 #[test]
+fn mounts_of_the_host_below_a_volume_are_known() {
+    let node = Node::new();
+    let is_one =
+        |source: &Path, options: &[&str]| node.look("/x", source, options).unwrap().bound.is_one_mount;
+    let file = node.made("file");
+    assert!(is_one(node.dir.path(), &["rbind", "rprivate", "ro"]) && is_one(&file, &["rbind", "ro"]));
+    assert!(!is_one(node.dir.path(), &["rbind", "rslave", "ro"]), "there may be some later");
+    assert!(!is_one(Path::new("/"), &["rbind", "ro"]), "/proc");
+}
+
+#[test]
 fn what_is_neither_file_nor_directory_is_refused_by_name() {
     let node = Node::new();
     let pipe = node.dir.path().join("pipe");

@@ -148,7 +148,7 @@ impl Mounts {
         &mut self,
         pod: &PodSpec,
         container: &ContainerId,
-        Looked { bound: Bound { volume, file, inode }, content, source: found }: Looked,
+        Looked { bound: Bound { volume, file, inode, is_one_mount }, content, source: found }: Looked,
     ) -> Result<(), PodError> {
         if let Some(meta) = file {
             let is_message = volume.kind == Kind::TerminationMessage;
@@ -182,8 +182,11 @@ impl Mounts {
                     false => Access::ReadWrite,
                     true if options.iter().any(|option| option == "rro") => Access::RecursivelyReadOnly,
                     true => {
-                        // Enforced on the host; for the guest, it is one mount with its submounts.
-                        options.retain(|option| option != "ro");
+                        // Enforced on the host. A container may write to mounts of the host below this one, which are
+                        // one with it for the guest.
+                        if !is_one_mount {
+                            options.retain(|option| option != "ro");
+                        }
                         Access::ReadOnly
                     }
                 };
@@ -331,6 +334,9 @@ mod tests {
         let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
         assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
         assert_eq!(kept.options().clone().unwrap(), ["rbind"], "the host holds it to that");
+        let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rprivate"])]).unwrap();
+        let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
+        assert_eq!(kept.options().clone().unwrap(), ["rbind", "ro"], "nothing below it can be written to");
     }
 
     #[test]

@@ -10,13 +10,17 @@ use std::{
 
 use containerd_shim_protos::{
     api::ForwardRequest,
-    events::task::{TaskCreate, TaskDelete, TaskExecStarted, TaskExit, TaskOOM, TaskStart},
+    events::task::{
+        TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskOOM, TaskPaused, TaskResumed,
+        TaskStart,
+    },
     protobuf::{self, MessageField, well_known_types::any::Any},
     shim::event::Envelope,
     shim_async::{Client, EventsClient},
     topics::{
-        TASK_CREATE_EVENT_TOPIC, TASK_DELETE_EVENT_TOPIC, TASK_EXEC_STARTED_EVENT_TOPIC,
-        TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
+        TASK_CREATE_EVENT_TOPIC, TASK_DELETE_EVENT_TOPIC, TASK_EXEC_ADDED_EVENT_TOPIC,
+        TASK_EXEC_STARTED_EVENT_TOPIC, TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_PAUSED_EVENT_TOPIC,
+        TASK_RESUMED_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
     },
 };
 use sandboxer_protocol::id::SandboxId;
@@ -164,6 +168,14 @@ fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
         };
         (TASK_DELETE_EVENT_TOPIC, packed("containerd.events.TaskDelete", &message))
     };
+    let exec_added = || {
+        let message = TaskExecAdded {
+            container_id: container_id.clone(),
+            exec_id: exec_id.clone(),
+            ..Default::default()
+        };
+        (TASK_EXEC_ADDED_EVENT_TOPIC, packed("containerd.events.TaskExecAdded", &message))
+    };
     let exec_started = || {
         let message = TaskExecStarted {
             container_id: container_id.clone(),
@@ -177,11 +189,22 @@ fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
         let message = TaskOOM { container_id: container_id.clone(), ..Default::default() };
         (TASK_OOM_EVENT_TOPIC, packed("containerd.events.TaskOOM", &message))
     };
+    let paused = || {
+        let message = TaskPaused { container_id: container_id.clone(), ..Default::default() };
+        (TASK_PAUSED_EVENT_TOPIC, packed("containerd.events.TaskPaused", &message))
+    };
+    let resumed = || {
+        let message = TaskResumed { container_id: container_id.clone(), ..Default::default() };
+        (TASK_RESUMED_EVENT_TOPIC, packed("containerd.events.TaskResumed", &message))
+    };
     match event.kind {
         // A sandbox container is created and started at once.
         Kind::PodReady => vec![create(), start()],
         Kind::ContainerCreated => vec![create()],
         Kind::ContainerStarted => vec![start()],
+        Kind::ContainerPaused => vec![paused()],
+        Kind::ContainerResumed => vec![resumed()],
+        Kind::ExecCreated => vec![exec_added()],
         Kind::ExecStarted => vec![exec_started()],
         Kind::PodStopped | Kind::ContainerExited | Kind::ExecExited => vec![exit()],
         Kind::PodRemoved | Kind::ContainerDeleted => vec![delete()],
@@ -229,6 +252,22 @@ mod tests {
         assert_eq!((created.container_id.as_str(), created.bundle.as_str(), created.pid), ("p", "/b", 7));
         assert_eq!(topics(&event(Kind::PodStopped, None, Some(task.clone()))), ["/tasks/exit"]);
         assert_eq!(topics(&event(Kind::PodRemoved, None, Some(task))), ["/tasks/delete"]);
+    }
+
+    #[test]
+    fn what_happens_to_a_container_is_told_as_a_shim_tells_it() {
+        let of_exec = TaskDetail { exec: Some("e".parse().unwrap()), ..Default::default() };
+        for (kind, topic) in [
+            (Kind::ContainerPaused, "/tasks/paused"),
+            (Kind::ContainerResumed, "/tasks/resumed"),
+            (Kind::ExecCreated, "/tasks/exec-added"),
+            (Kind::ExecStarted, "/tasks/exec-started"),
+        ] {
+            assert_eq!(topics(&event(kind, Some("c"), Some(of_exec.clone()))), [topic]);
+        }
+        let (_, (_, bytes)) = task_events(&event(Kind::ExecCreated, Some("c"), Some(of_exec))).remove(0);
+        let added = TaskExecAdded::parse_from_bytes(&bytes).unwrap();
+        assert_eq!((added.container_id.as_str(), added.exec_id.as_str()), ("c", "e"));
     }
 
     #[test]

@@ -201,7 +201,9 @@ impl Driver {
                     noted.and_then(|()| if reply.is_closed() { Err(self.unwanted()) } else { Ok(()) });
                 match (noted, self.containers.get_mut(&of)) {
                     (Ok(()), Some(container)) => {
-                        container.execs.insert(exec, Process::created(0, stdio, io));
+                        container.execs.insert(exec.clone(), Process::created(0, stdio, io));
+                        let task = self.task(Some(exec), PathBuf::new(), None);
+                        self.node.events.container(&self.spec.id, &of, Kind::ExecCreated, "", task);
                         answer(reply, Ok(()));
                     }
                     (noted, _) => {

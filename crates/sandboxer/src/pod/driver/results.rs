@@ -71,6 +71,9 @@ impl Driver {
                     && let Some(container) = self.containers.get_mut(&of)
                 {
                     container.paused = paused;
+                    let kind = if paused { Kind::ContainerPaused } else { Kind::ContainerResumed };
+                    let task = self.task(None, PathBuf::new(), None);
+                    self.node.events.container(&self.spec.id, &of, kind, "", task);
                 }
                 answer(reply, result);
             }

@@ -374,6 +374,40 @@ async fn an_exec_that_the_front_does_not_note_or_of_a_paused_container_is_none()
 }
 
 #[tokio::test]
+async fn what_is_deleted_before_its_start_answers_as_with_runc_and_its_end_is_reported() {
+    let test = node(&FakeAgent::default());
+    let pod = running(&test, "sibling").await;
+    make(&test, &pod, "c1").await.unwrap();
+    let mut events = test.node.events.listen();
+    let process = serde_json::json!({"args": ["true"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
+    let process = process.to_string().into_bytes();
+    pod.create_exec(id("sibling"), id("e1"), process, Default::default()).await.unwrap();
+    for (of, exec) in [("sibling", Some(id("e1"))), ("c1", None)] {
+        let deleted = pod.delete(id(of), exec).await.unwrap();
+        assert_eq!((deleted.code, deleted.at_ns), (0, 0), "{of}");
+    }
+    let mut seen = Vec::new();
+    while seen.last().is_none_or(|(kind, _)| *kind != Kind::ContainerDeleted) {
+        let event = timeout(LONG, events.recv()).await.unwrap().unwrap();
+        seen.push((event.kind, event.task.and_then(|task| task.exit).map(|(code, _)| code)));
+    }
+    let expected =
+        [(Kind::ExecCreated, None), (Kind::ContainerExited, Some(KILLED)), (Kind::ContainerDeleted, Some(0))];
+    assert_eq!(seen, expected);
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pause_and_its_end_are_reported() {
+    let test = node(&FakeAgent::default());
+    let pod = running(&test, "c1").await;
+    let mut events = test.node.events.listen();
+    pod.set_paused(id("c1"), true).await.unwrap();
+    assert_eq!(until(&mut events, Kind::ContainerPaused).await.container, Some(id("c1")));
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
 async fn an_input_that_is_closed_before_the_start_ends() {
     let agent = FakeAgent::default();
     let test = node(&agent);

@@ -367,6 +367,17 @@ impl Driver {
         self.watch_oom_killer(seen, u32::try_from(of.len()).unwrap_or(u32::MAX).max(1));
     }
 
+    /// Reports the exits of the processes that a deletion has just killed: the init, if it waited for its start, and
+    /// execs beside it.
+    fn end_with(&mut self, of: &ContainerId) {
+        let Some(container) = self.containers.get(of) else { return };
+        let execs = container.execs.iter().filter(|(_, exec)| *exec.phase.borrow() == Phase::Running);
+        let execs = execs.map(|(exec, _)| Some(exec.clone()));
+        for exec in execs.chain([None]).collect::<Vec<_>>() {
+            self.process_ended(&Subject { container: of.clone(), exec }, killed());
+        }
+    }
+
     pub(super) fn deleted(
         &mut self,
         of: ContainerId,
@@ -381,12 +392,13 @@ impl Driver {
                 Some(exec) => {
                     let removed = self.containers.get_mut(&of).and_then(|of| of.execs.remove(exec));
                     if let Some(mut process) = removed {
-                        process.close(exit.clone());
+                        process.close(never_started());
                     }
                     self.forget_process(&of, Some(exec), &[]);
                 }
                 None => {
-                    self.take_container(&of, exit);
+                    self.end_with(&of);
+                    self.take_container(&of, &never_started());
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "", task);
                 }
@@ -402,4 +414,14 @@ impl Driver {
 /// Returns the exit of a process that was never started, and so has none of its own.
 pub(super) fn never_started() -> Exit {
     Exit { code: KILLED, at_ns: now_ns(), reason: "it was never started".to_owned() }
+}
+
+/// Returns the exit of a process that the deletion of its container has killed.
+fn killed() -> Exit {
+    Exit { code: KILLED, at_ns: now_ns(), reason: "its container was deleted".to_owned() }
+}
+
+/// Returns the answer to the deletion of a process that had not exited before: as of runc's shim, no code and no time.
+pub(super) fn no_exit() -> Exit {
+    Exit { code: 0, at_ns: 0, reason: String::new() }
 }

@@ -11,8 +11,9 @@ use sandboxer_protocol::{
 };
 
 use super::{
-    CLOSED, Done, Driver, Limited, Making, answer, journal_failed, placement::HostCpus,
-    processes::never_started,
+    CLOSED, Done, Driver, Limited, Making, answer, journal_failed,
+    placement::HostCpus,
+    processes::{never_started, no_exit},
 };
 use crate::{
     error::PodError,
@@ -408,7 +409,7 @@ impl Driver {
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
         }
-        let exit = phase.exit().cloned().unwrap_or_else(never_started);
+        let exit = phase.exit().cloned().unwrap_or_else(no_exit);
         let disks = self.containers.get(&of).map(|of| work::serials(&of.disks)).unwrap_or_default();
         let last_outputs: Vec<_> = match (self.containers.get_mut(&of), &exec) {
             (None, _) => Vec::new(),

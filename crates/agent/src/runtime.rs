@@ -9,7 +9,7 @@ use std::{
 use libcgroups::common::{CgroupManager as _, ControllerOpt};
 use libcontainer::{
     capabilities::CapabilityExt as _,
-    container::{Container, builder::ContainerBuilder},
+    container::{Container, ContainerStatus, builder::ContainerBuilder},
     oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities, LinuxResources, Process, Spec},
     syscall::syscall::SyscallType,
 };
@@ -115,7 +115,7 @@ pub fn create(
     // root on, which is already done.
     Cgroup::of(id).create().map_err(internal("cannot create the control group"))?;
 
-    let container = builder(id, stdio, Payload::default())?
+    let container = builder(id, Path::new(STATE), stdio, Payload::default())?
         .as_init(dir.path())
         .with_systemd(false)
         .with_detach(true)
@@ -145,8 +145,15 @@ pub fn start(id: &ContainerId) -> Result<(), Failure> {
     load(id)?.start().map_err(internal("cannot start the container"))
 }
 
-/// Runs an exec in container `id`; returns its guest pid when its program runs.
-pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> Result<i32, Failure> {
+/// Runs an exec in container `id`, whose init may still wait for its start; returns the exec's guest pid when its
+/// program runs.
+pub fn exec(
+    id: &ContainerId,
+    exec: &str,
+    process: &[u8],
+    stdio: &Stdio<'_>,
+    init_waits: bool,
+) -> Result<i32, Failure> {
     let mut process = spec::parse_process(process)?;
     spec::fit_process(&mut process, matches!(stdio, Stdio::Terminal(_)));
     let config = Dir::of(id).path().join("config.json");
@@ -160,17 +167,38 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     let file = Dir::of(id).path().join(format!("exec-{exec}.json"));
     let json = serde_json::to_vec(&process).map_err(internal("cannot encode the process"))?;
     fs::write(&file, json).map_err(internal(format!("cannot write {}", file.display())))?;
-    let built = builder(id, stdio, Payload { filter, drop_to })?
+    let early = Dir::of(id).path().join(format!("early-{exec}"));
+    let root = if init_waits {
+        beside_a_waiting_init(id, &early)?;
+        early.as_path()
+    } else {
+        Path::new(STATE)
+    };
+    let built = builder(id, root, stdio, Payload { filter, drop_to })?
         .as_tenant()
         .with_process(Some(&file))
         .with_sub_cgroup(group_for_execs(id)?)
         .with_detach(true)
         .build();
     let _ = fs::remove_file(&file);
+    if init_waits {
+        let _ = fs::remove_dir_all(&early);
+    }
     built.map(|pid| pid.as_raw()).map_err(|error| {
         let cwd = process.cwd().display();
         Failure::caused(Kind::Internal, format!("cannot run the process (working directory {cwd})"), &error)
     })
+}
+
+/// Makes a copy of the state of container `id` below `root` that says that its init runs: libcontainer refuses an exec
+/// beside an init that waits for its start, unlike runc.
+fn beside_a_waiting_init(id: &ContainerId, root: &Path) -> Result<(), Failure> {
+    let mut container = load(id)?;
+    container.set_status(ContainerStatus::Running);
+    container.root = root.join(id);
+    fs::create_dir_all(&container.root)
+        .map_err(internal(format!("cannot create {}", container.root.display())))?;
+    container.save().map_err(internal("cannot write the container's state for an exec"))
 }
 
 /// Returns the group of the init, relative to the container's own group, if the container's own group cannot contain
@@ -219,10 +247,15 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     manager.apply(&changes).map_err(internal("cannot apply resources"))
 }
 
-fn builder(id: &ContainerId, stdio: &Stdio<'_>, payload: Payload) -> Result<ContainerBuilder, Failure> {
+fn builder(
+    id: &ContainerId,
+    root: &Path,
+    stdio: &Stdio<'_>,
+    payload: Payload,
+) -> Result<ContainerBuilder, Failure> {
     let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(internal("cannot duplicate a descriptor"));
     let builder = ContainerBuilder::new(id.to_string(), SyscallType::default())
-        .with_root_path(STATE)
+        .with_root_path(root)
         .map_err(internal("cannot use the runtime's state directory"))?
         .with_executor(payload);
     Ok(match stdio {

@@ -64,12 +64,16 @@ impl Container {
         started
     }
 
-    /// Rejects an exec of a paused container: it would wait in the container's control group, and block a worker that
-    /// the pod's other requests need.
-    fn can_exec(&self) -> Result<(), Failure> {
-        self.running_pid()?;
+    /// Returns whether the init still waits for its start. Rejects an exec of a container without an init, and of a
+    /// paused container: there the exec would wait in the container's control group, and block a worker that the pod's
+    /// other requests need.
+    fn can_exec(&self) -> Result<bool, Failure> {
+        let init_waits = matches!(self.init.state(), State::Created { pid: Some(_) });
+        if !init_waits {
+            self.running_pid()?;
+        }
         match self.is_paused() {
-            false => Ok(()),
+            false => Ok(init_waits),
             true => Err(Failure::precondition(format!(
                 "container {} is paused: resume it before an exec",
                 self.id
@@ -78,9 +82,12 @@ impl Container {
     }
 
     async fn try_start_exec(&self, exec: &Exec) -> Result<i32, Failure> {
-        self.can_exec()?;
+        let _not_frozen_meanwhile = self.starting.read().await;
+        let init_waits = self.can_exec()?;
         let request = &exec.request;
-        let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
+        let job = |stdio: &Stdio<'_>| {
+            runtime::exec(&self.id, request.id.as_str(), &request.process, stdio, init_waits)
+        };
         let Done { result, since, causes } = self.launch(&exec.process, job).await?;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         exec.process.running(pid);

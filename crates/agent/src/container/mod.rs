@@ -21,7 +21,7 @@ use std::{
 
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use tokio::{
-    sync::{Mutex as AsyncMutex, watch},
+    sync::{Mutex as AsyncMutex, RwLock, watch},
     time::timeout,
 };
 
@@ -88,6 +88,9 @@ pub struct Container {
     start: AsyncMutex<Start>,
     // The execs. The lock is never held across an await.
     execs: Mutex<HashMap<ExecId, Arc<Exec>>>,
+    // Execs are started under it, and the container is frozen when none is being started. The lock is held across awaits
+    // on purpose.
+    starting: RwLock<()>,
     shared: Arc<Shared>,
 }
 
@@ -123,6 +126,7 @@ impl Container {
             created: watch::Sender::new(None),
             start: AsyncMutex::default(),
             execs: Mutex::default(),
+            starting: RwLock::default(),
             shared,
         }
     }
@@ -353,13 +357,23 @@ impl Container {
     pub async fn freeze(&self, frozen: bool) -> Result<(), Failure> {
         self.running_pid()?;
         let verb = if frozen { "pause" } else { "resume" };
+        let late = |what: &str| {
+            let message =
+                format!("{what} container {} did not {verb} within {} s", self.id, PROMPT.as_secs());
+            Failure::new(Kind::DeadlineExceeded, message)
+        };
+        // An exec that is frozen before its program runs would block its worker until the container is resumed.
+        let _no_exec_starts = match frozen {
+            true => {
+                let wait = timeout(PROMPT, self.starting.write()).await;
+                Some(wait.map_err(|_| late("an exec is being started:"))?)
+            }
+            false => None,
+        };
         let done = self.cgroup.freeze(frozen, PROMPT).await;
         match done.map_err(internal(format!("cannot {verb} container {}", self.id)))? {
             true => Ok(()),
-            false => {
-                let message = format!("container {} did not {verb} within {} s", self.id, PROMPT.as_secs());
-                Err(Failure::new(Kind::DeadlineExceeded, message))
-            }
+            false => Err(late("processes of")),
         }
     }
 

@@ -12,8 +12,10 @@ async fn an_exec_joins_the_container_as_the_user_it_names() {
     let (agent, _) = vm.session().await;
     let web = container("web", &spec(shell("echo init >/tmp/who; sleep 1000")));
     patiently(agent.create_container(ctx(), &web)).await.unwrap();
-    let (code, words) = refusal(create_exec(&agent, "early").await);
-    assert_eq!((code, words.contains("has not been started")), (Code::FAILED_PRECONDITION, true), "{words}");
+    let before = shell("test ! -e /tmp/who; echo $?; exit 3");
+    let early = exec(&agent, "web", "early", &before, streams()).await;
+    early.start().await.unwrap();
+    assert_eq!((early.stdout().await.as_str(), early.wait().await.code), ("0\n", 3), "before its start, too");
     init(&agent, "web").start().await.unwrap();
 
     let mut process = shell(
@@ -51,16 +53,6 @@ async fn an_exec_joins_the_container_as_the_user_it_names() {
     let (code, _) = refusal(killed.start().await);
     assert_eq!(code, Code::NOT_FOUND);
     end(&agent, "web").await;
-}
-
-async fn create_exec(agent: &sandboxer_protocol::agent::AgentClient, id: &str) -> Result<(), ttrpc::Error> {
-    let request = sandboxer_protocol::agent::CreateExecRequest {
-        container_id: "web".into(),
-        exec_id: id.into(),
-        process_json: shell("exit").to_string().into_bytes(),
-        ..Default::default()
-    };
-    patiently(agent.create_exec(ctx(), &request)).await.map(drop)
 }
 
 #[tokio::test]

@@ -147,7 +147,20 @@ async fn limits_change_processes_stand_still_and_all_are_signalled() {
     assert_eq!(stats(&agent, "web").await.memory_limit, 64 << 20);
 
     let pause = PauseContainerRequest { container_id: "web".into(), ..Default::default() };
-    patiently(agent.pause_container(ctx(), &pause)).await.unwrap();
+    // Execs that are being started when the pause comes: each has been started, or is refused.
+    let mut early = Vec::new();
+    for n in 0..6 {
+        early.push(exec(&agent, "web", &format!("early{n}"), &shell("sleep 1000"), streams()).await);
+    }
+    let starting = async {
+        let started = futures::future::join_all(early.iter().map(Process::start)).await;
+        for refused in started.into_iter().filter_map(Result::err) {
+            let (code, words) = refusal(Err::<(), _>(refused));
+            assert!(code == ttrpc::Code::FAILED_PRECONDITION && words.contains("is paused"), "{words}");
+        }
+    };
+    let (_, paused) = tokio::join!(starting, patiently(agent.pause_container(ctx(), &pause)));
+    paused.unwrap();
     let (first, second) = (stats(&agent, "web").await.cpu_usage_us, stats(&agent, "web").await.cpu_usage_us);
     assert_eq!(first, second, "a paused container uses no CPU");
     // An exec would wait in the frozen group, and keep others from theirs.

@@ -136,7 +136,7 @@ test-critest: build guest-image tools ## run critest, which must be on PATH, and
 	@scripts/test-critest.sh
 
 SECONDS ?= 600
-test-differential: build guest-image tools ## ask runc and the daemon the same at random, for SECONDS (600) each; SEED=… again (needs root)
+test-differential: build build-failing guest-image tools ## ask runc and the daemon the same at random, for SECONDS (600) each; SEED=… again (needs root)
 	POOL=1 SANDBOXER_E2E_DIFFERENTIAL=$(SECONDS) $(if $(SEED),SANDBOXER_E2E_SEED=$(SEED)) \
 	cargo test -p sandboxer-e2e --test differential -- --nocapture
 

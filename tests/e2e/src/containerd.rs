@@ -1,6 +1,6 @@
 //! A client of containerd's own services, as `ctr` and CRI use them below kubelet's interface: containers, snapshots, tasks, events.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -25,6 +25,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Streaming};
 
 use crate::cri::{Answer, channel};
+use crate::stack::Stack;
 
 /// The namespace of CRI's objects.
 const NAMESPACE: &str = "k8s.io";
@@ -110,6 +111,12 @@ impl Containerd {
     /// Returns a client for containerd's socket, and the daemon's task socket.
     pub fn connect(socket: PathBuf, task_socket: PathBuf) -> Result<Self> {
         Ok(Self { channel: channel(socket)?, task_socket })
+    }
+
+    /// Returns a client for a stack.
+    pub fn of(stack: &Stack) -> Result<Self> {
+        let task_socket = Path::new(stack.env("SANDBOXER_SOCKET")?).with_file_name("task.sock");
+        Self::connect(stack.containerd_socket()?, task_socket)
     }
 
     fn tasks(&self) -> TasksClient<Channel> {

@@ -32,13 +32,6 @@ pub struct Known {
 
 /// All of them.
 pub const KNOWN: &[Known] = &[
-    Known {
-        what: "answer of Create",
-        runc: "ok",
-        ours: "FailedPrecondition",
-        why: "an exec is added to a container that runs, not to one that is only created; CRI asks for no other",
-        ends: true,
-    },
     Known { what: "answer of *", runc: "Unknown", ours: "NotFound", why: WITH_A_CODE, ends: false },
     Known { what: "answer of *", runc: "Unknown", ours: "FailedPrecondition", why: WITH_A_CODE, ends: false },
     Known { what: "answer of *", runc: "Unknown", ours: "InvalidArgument", why: WITH_A_CODE, ends: false },
@@ -47,13 +40,6 @@ pub const KNOWN: &[Known] = &[
 const WITH_A_CODE: &str =
     "runc's shim has no code for most errors; the daemon has, and containerd acts on it";
 
-/// Events that the daemon does not publish, and why.
-pub const UNPUBLISHED: &[(&str, &str)] = &[
-    ("TaskExecAdded", "an exec is told of when it starts; CRI reads neither"),
-    ("TaskPaused", "CRI does not read it, and the state of a task tells it"),
-    ("TaskResumed", "as that"),
-];
-
 fn is_of(pattern: &str, text: &str) -> bool {
     match pattern.strip_suffix('*') {
         Some(start) => text.starts_with(start),
@@ -61,20 +47,15 @@ fn is_of(pattern: &str, text: &str) -> bool {
     }
 }
 
-/// Returns the place in [`KNOWN`] of what explains a difference.
-pub fn explains(difference: &Difference) -> Option<usize> {
-    KNOWN.iter().position(|known| {
+/// Returns what explains a difference.
+pub fn explains(difference: &Difference) -> Option<&'static Known> {
+    KNOWN.iter().find(|known| {
         is_of(known.what, &difference.what)
             && is_of(known.runc, &difference.runc)
             && is_of(known.ours, &difference.ours)
     })
 }
 
-/// What is not compared of a file that a container sees, by how the word begins, and why.
-pub const UNSEEN: &[(&str, &str)] = &[(
-    "links=",
-    "an overlay counts the names that a file had in its layer, an image made of all layers those that are left",
-)];
-
-/// Why access(2) to what is mounted read-only is not compared.
-pub const READ_ONLY: &str = "the host refuses the write; the guest's kernel does not know before";
+/// Why link counts are not compared of an image with hard links below another layer.
+pub const LINKS: &str = "an overlay counts the names that a file has in its own layer, an image made of all layers those \
+                         that the layers above have left";

@@ -14,7 +14,6 @@ mod side;
 mod steps;
 mod tasks;
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,7 +24,9 @@ use libtest_mimic::{Arguments, Trial};
 use sandboxer_e2e::case::Case;
 use sandboxer_e2e::containerd::Containerd;
 use sandboxer_e2e::cri::Cri;
+use sandboxer_e2e::failing::Failing;
 use sandboxer_e2e::stack::Stack;
+use steps::STREAMS;
 use tasks::Run;
 
 fn main() -> ExitCode {
@@ -80,10 +81,13 @@ fn run(time: Duration, subject: Subject) -> Result<()> {
             handler,
             name: format!("differential-{name}"),
         };
-        let task_socket = Path::new(stack.env("SANDBOXER_SOCKET")?).with_file_name("task.sock");
-        let containerd = Containerd::connect(stack.containerd_socket()?, task_socket)?;
+        let containerd = Containerd::of(&stack)?;
         let cases = [case("runc", "control"), case(ours, "subject")];
         let [runc, ours] = cases.clone();
+        let failing = match ours.in_vm() {
+            true => Some(Failing::start(&cases[1], Some(STREAMS)).await?),
+            false => None,
+        };
         let end = Instant::now() + time;
         let compared = match subject {
             Subject::Tasks => Run::new(runc, ours, containerd).await?.until(end, seed, only).await,
@@ -92,10 +96,13 @@ fn run(time: Duration, subject: Subject) -> Result<()> {
         if compared.is_err() {
             eprintln!("{}", stack.log_tails(15));
         }
-        for case in cases {
+        for case in &cases {
             if let Err(error) = case.clean_up().await {
                 println!("{}: {error:#}", case.handler);
             }
+        }
+        if let Some(failing) = failing {
+            failing.end().await?;
         }
         let left = stack.left().await?;
         compared.and_then(|()| {

@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use containerd_client::services::v1::Container;
 use containerd_client::types::Mount;
+use nix::errno::Errno;
 use sandboxer_e2e::case::{Case, Pod, shell};
 use sandboxer_e2e::containerd::Containerd;
+use sandboxer_e2e::failing::arm;
 use sandboxer_e2e::fifo::{Fifos, READY};
 use sandboxer_e2e::insist::{insist, once_seen};
 use sandboxer_e2e::stack::Victim;
@@ -19,7 +21,7 @@ use serde_json::{Value, json};
 use tokio::task::AbortHandle;
 use tonic::{Code, Status};
 
-use crate::steps::{LIMITS, Of, Part, Program, Step, init};
+use crate::steps::{LIMITS, Of, Part, Program, STREAMS, Step, init};
 
 /// Time for what happens by itself: an exit, an event, a removal.
 pub const PATIENCE: Duration = Duration::from_secs(25);
@@ -233,6 +235,28 @@ impl Side {
                 done(containerd.update(&self.id(container), LIMITS[limits % LIMITS.len()]).await)
             }
             Step::Pids { container } => told(containerd.pids(&self.id(container)).await.map(|_| "ok")),
+            Step::PidsOften { container } => {
+                let mut answer = Ok("ok");
+                for _ in 0..STREAMS {
+                    answer = answer.and(containerd.pids(&self.id(container)).await.map(|_| "ok"));
+                }
+                told(answer)
+            }
+            Step::CreateUnnoted { of, program } => {
+                if self.case.in_vm() {
+                    arm(
+                        &self.case.stack,
+                        &[format!("{} the front keeps a note: exec ", Errno::ENOSPC as i32)],
+                    )?;
+                    self.kill(Victim::Worker).await?;
+                    let fifos = self.fifos(false, false)?;
+                    let process = self.process(program, false)?;
+                    let id = self.id(of.container);
+                    let answer = containerd.exec(&id, &of.exec_id(), process, fifos.stdio()).await;
+                    ensure!(answer.is_err(), "an exec was added, of which the daemon has no note");
+                }
+                String::new()
+            }
             Step::Metrics { container } => told(containerd.metrics(&self.id(container)).await),
             Step::CriCreate { container, program } => self.cri_create(container, program).await?,
             Step::CriStart { container } => {
@@ -275,12 +299,23 @@ impl Side {
                         Part::Worker => Victim::Worker,
                         Part::Front => Victim::Front,
                     };
-                    let stack = Arc::clone(&self.case.stack);
-                    tokio::task::spawn_blocking(move || stack.kill(victim)).await??;
+                    self.kill(victim).await?;
                 }
                 String::new()
             }
         })
+    }
+
+    /// Kills a part of the daemon. The next request waits for its successor.
+    async fn kill(&self, victim: Victim) -> Result<()> {
+        let stack = Arc::clone(&self.case.stack);
+        tokio::task::spawn_blocking(move || stack.kill(victim)).await?.map(drop)
+    }
+
+    /// Makes new FIFOs.
+    fn fifos(&mut self, terminal: bool, stalled: bool) -> Result<Fifos> {
+        self.made += 1;
+        Fifos::make(&self.dir, &format!("f{}", self.made), terminal, stalled)
     }
 
     async fn create(
@@ -291,8 +326,7 @@ impl Side {
         stalled: bool,
         deadline: Option<Duration>,
     ) -> Result<String> {
-        self.made += 1;
-        let fifos = Fifos::make(&self.dir, &format!("f{}", self.made), terminal, stalled)?;
+        let fifos = self.fifos(terminal, stalled)?;
         let is_new = !self.processes.contains_key(&of);
         let containerd = self.containerd.clone();
         let answer = if of.exec.is_some() {

@@ -145,6 +145,10 @@ pub enum Step {
     Update { container: usize, limits: usize },
     /// Lists processes.
     Pids { container: usize },
+    /// Lists processes so often that a session's streams are used again; see [`STREAMS`].
+    PidsOften { container: usize },
+    /// Adds an exec, of which the daemon cannot make a note: it has to refuse it and to forget it. runc is not asked.
+    CreateUnnoted { of: Of, program: Program },
     /// Reads figures.
     Metrics { container: usize },
     /// The same container by CRI: create.
@@ -177,6 +181,7 @@ impl Step {
         match self {
             Self::Create { of, .. }
             | Self::CreateTwice { of, .. }
+            | Self::CreateUnnoted { of, .. }
             | Self::Start { of }
             | Self::Kill { of, .. }
             | Self::CloseIo { of }
@@ -188,6 +193,7 @@ impl Step {
             | Self::Resume { container }
             | Self::Update { container, .. }
             | Self::Pids { container }
+            | Self::PidsOften { container }
             | Self::Metrics { container }
             | Self::CriCreate { container, .. }
             | Self::CriStart { container }
@@ -199,6 +205,9 @@ impl Step {
         }
     }
 }
+
+/// The streams that the daemon's session with a guest has here.
+pub const STREAMS: u32 = 64;
 
 /// Limits as an update has them: some good, some no kernel takes.
 pub const LIMITS: [&str; 8] = [
@@ -215,54 +224,123 @@ pub const LIMITS: [&str; 8] = [
 /// Signals that are sent: some that end a process, some that do not, and numbers of none.
 const SIGNALS: [u32; 9] = [1, 2, 9, 9, 10, 15, 28, 65, 100];
 
+/// A sequence that is run first in every run.
+#[derive(Debug, Clone)]
+pub struct Fixed {
+    /// What it is about.
+    pub name: &'static str,
+    /// What is asked.
+    pub steps: Vec<Step>,
+}
+
 /// Sequences that once showed a difference.
-pub fn corpus() -> Vec<Vec<Step>> {
+pub fn corpus() -> Vec<Fixed> {
     let create = |of, program| Step::Create { of, program, terminal: false, stalled: false };
     let flooding = Step::Create { of: init(0), program: Program::Floods, terminal: false, stalled: true };
     let kill = |of, signal| Step::Kill { of, signal, all: false };
     let start = |of| Step::Start { of };
     let (a, b) = (init(0), init(1));
+    let twice = |within_ms| Step::CreateTwice { of: a, program: Program::Traps, within_ms };
+    let fixed = |name, steps| Fixed { name, steps };
     vec![
-        // Killed before its start.
-        vec![
-            create(b, Program::Deaf),
-            start(b),
-            create(a, Program::Traps),
-            kill(a, 9),
-            Step::Delete { of: a },
-        ],
-        vec![create(a, Program::Traps), kill(a, 15)],
-        // Nobody reads the output.
-        vec![flooding, start(a), Step::Delete { of: a }],
-        // Nobody waits for the creation.
-        vec![Step::CreateTwice { of: a, program: Program::Traps, within_ms: 30 }, start(a), kill(a, 15)],
-        // A child is killed for its memory; what ends later is not.
-        vec![
-            create(a, Program::Traps),
-            start(a),
-            create(exec(0, 0), Program::Eats),
-            start(exec(0, 0)),
-            create(exec(0, 1), Program::Quick),
-            start(exec(0, 1)),
-        ],
-        // Nothing more comes in, before it starts.
-        vec![create(a, Program::Reads), Step::CloseIo { of: a }, start(a)],
-        // An exec in a frozen container.
-        vec![
-            create(a, Program::Traps),
-            start(a),
-            Step::Pause { container: 0 },
-            create(exec(0, 0), Program::Quick),
-            start(exec(0, 0)),
-            Step::Resume { container: 0 },
-        ],
-        vec![
-            Step::CriCreate { container: 0, program: Program::Floods },
-            Step::CriAttach { container: 0 },
-            Step::CriStart { container: 0 },
-            Step::CriStop { container: 0, grace: 1 },
-            Step::CriRemove { container: 0 },
-        ],
+        fixed(
+            "killed before its start",
+            vec![
+                create(b, Program::Deaf),
+                start(b),
+                create(a, Program::Traps),
+                kill(a, 9),
+                Step::Delete { of: a },
+            ],
+        ),
+        fixed("ended before its start", vec![create(a, Program::Traps), kill(a, 15)]),
+        fixed("deleted before its start", vec![create(a, Program::Traps), Step::Delete { of: a }]),
+        fixed(
+            "an exec deleted before its start",
+            vec![
+                create(a, Program::Traps),
+                start(a),
+                create(exec(0, 0), Program::Quick),
+                Step::Delete { of: exec(0, 0) },
+            ],
+        ),
+        fixed("nobody reads the output", vec![flooding, start(a), Step::Delete { of: a }]),
+        fixed("nobody waits for the creation, 30 ms", vec![twice(30), start(a), kill(a, 15)]),
+        fixed("nobody waits for the creation, 100 ms", vec![twice(100), start(a), kill(a, 15)]),
+        fixed("nobody waits for the creation, 200 ms", vec![twice(200), start(a), kill(a, 15)]),
+        fixed(
+            "a child is killed for its memory, what ends later is not",
+            vec![
+                create(a, Program::Traps),
+                start(a),
+                create(exec(0, 0), Program::Eats),
+                start(exec(0, 0)),
+                create(exec(0, 1), Program::Quick),
+                start(exec(0, 1)),
+            ],
+        ),
+        fixed(
+            "nothing more comes in, before its start",
+            vec![create(a, Program::Reads), Step::CloseIo { of: a }, start(a)],
+        ),
+        fixed(
+            "an exec in a frozen container",
+            vec![
+                create(a, Program::Traps),
+                start(a),
+                Step::Pause { container: 0 },
+                create(exec(0, 0), Program::Quick),
+                start(exec(0, 0)),
+                Step::Resume { container: 0 },
+            ],
+        ),
+        fixed(
+            "an exec in a container that waits for its start",
+            vec![
+                create(a, Program::Traps),
+                create(exec(0, 0), Program::Quick),
+                start(exec(0, 0)),
+                create(exec(0, 1), Program::Deaf),
+                start(exec(0, 1)),
+                start(a),
+                kill(a, 15),
+            ],
+        ),
+        fixed(
+            "a container that waits for its start is deleted with its exec",
+            vec![
+                create(a, Program::Traps),
+                create(exec(0, 0), Program::Deaf),
+                start(exec(0, 0)),
+                kill(a, 9),
+                Step::Delete { of: exec(0, 0) },
+                Step::Delete { of: a },
+            ],
+        ),
+        fixed(
+            "every stream of a session is used",
+            vec![create(a, Program::Traps), start(a), Step::PidsOften { container: 0 }, kill(a, 15)],
+        ),
+        fixed(
+            "no note can be made of an exec",
+            vec![
+                create(a, Program::Traps),
+                start(a),
+                Step::CreateUnnoted { of: exec(0, 0), program: Program::Deaf },
+                create(exec(0, 0), Program::Quick),
+                start(exec(0, 0)),
+            ],
+        ),
+        fixed(
+            "attached by CRI, and nobody reads",
+            vec![
+                Step::CriCreate { container: 0, program: Program::Floods },
+                Step::CriAttach { container: 0 },
+                Step::CriStart { container: 0 },
+                Step::CriStop { container: 0, grace: 1 },
+                Step::CriRemove { container: 0 },
+            ],
+        ),
     ]
 }
 

@@ -11,9 +11,9 @@ use sandboxer_e2e::case::Case;
 use sandboxer_e2e::containerd::Containerd;
 
 use crate::events::{Events, Heard};
-use crate::known::{Difference, KNOWN, UNPUBLISHED, explains};
+use crate::known::{Difference, explains};
 use crate::side::{PATIENCE, Side, restart_containerd};
-use crate::steps::{Step, corpus, random, shrink};
+use crate::steps::{Fixed, Step, corpus, random, shrink};
 
 /// Sequences in one pod.
 const PER_POD: usize = 20;
@@ -37,7 +37,8 @@ struct Counts {
     steps: usize,
     pods: usize,
     unsteady: usize,
-    known: BTreeMap<usize, usize>,
+    /// By what was compared and what was answered.
+    known: BTreeMap<String, usize>,
 }
 
 /// A run of sequences.
@@ -66,20 +67,23 @@ impl Run {
         let known = corpus();
         let mut said = Instant::now();
         for number in only.unwrap_or(0).. {
-            let steps = match usize::try_from(number).ok().and_then(|number| known.get(number)) {
-                Some(steps) => steps.clone(),
+            let fixed = usize::try_from(number).ok().and_then(|number| known.get(number));
+            let steps = match fixed {
+                Some(fixed) => fixed.steps.clone(),
                 None => random(&mut StdRng::seed_from_u64(seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15))),
             };
             let difference = self.sequence(&steps, only.is_some()).await?;
             match difference {
-                // It is short as it is.
-                Some(difference) if usize::try_from(number).is_ok_and(|number| number < known.len()) => {
-                    println!("{difference:?}, as it once was, by\n{}", listed(&steps));
-                    self.found.push(difference);
-                }
-                Some(difference) if only.is_some() => self.found.push(difference),
-                Some(difference) => self.look_closer(seed, number, steps, difference).await?,
                 None => {}
+                // It is short as it is.
+                Some(difference) => match fixed {
+                    Some(Fixed { name, steps }) => {
+                        println!("sequence {number}, {name}: {difference:?}, by\n{}", listed(steps));
+                        self.found.push(difference);
+                    }
+                    None if only.is_some() => self.found.push(difference),
+                    None => self.look_closer(seed, number, steps, difference).await?,
+                },
             }
             if said.elapsed() > Duration::from_secs(20) || only.is_some() {
                 said = Instant::now();
@@ -93,11 +97,8 @@ impl Run {
             remove(pair).await?;
         }
         println!("seed {seed}, {:.0} s: {}", began.elapsed().as_secs_f64(), self.summary());
-        for (at, times) in &self.counts.known {
-            println!("  {times} times, known: {}", KNOWN.get(*at).map_or("", |known| known.why));
-        }
-        for (event, why) in UNPUBLISHED {
-            println!("  not published, {event}: {why}");
+        for (known, times) in &self.counts.known {
+            println!("  {times} times, known: {known}");
         }
         ensure!(
             self.found.is_empty(),
@@ -196,9 +197,10 @@ impl Run {
             return Ok(false);
         }
         let difference = Difference { what: what.to_owned(), runc: runc.to_owned(), ours: ours.to_owned() };
-        let at = explains(&difference).ok_or(difference)?;
-        *self.counts.known.entry(at).or_default() += 1;
-        Ok(KNOWN.get(at).is_some_and(|known| known.ends))
+        let Some(known) = explains(&difference) else { return Err(difference) };
+        let text = format!("{what}: runc {runc}, sandboxer {ours}: {}", known.why);
+        *self.counts.known.entry(text).or_default() += 1;
+        Ok(known.ends)
     }
 
     async fn compared(&mut self, pair: &mut Pair, steps: &[Step], shown: bool) -> Result<Option<Difference>> {
@@ -294,8 +296,7 @@ fn published(heard: Heard, is_runc: bool) -> String {
         if is_runc {
             events.sort_by_key(|event| event.starts_with("TaskDelete"));
         }
-        let events = events.iter().filter(|event| !UNPUBLISHED.iter().any(|(name, _)| *event == name));
-        let events = events.cloned().collect::<Vec<_>>().join(", ");
+        let events = events.join(", ");
         if !events.is_empty() {
             parts.push(format!("[{process}] {events}"));
         }

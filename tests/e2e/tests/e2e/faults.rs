@@ -151,11 +151,3 @@ fn with_mounts(mut config: ContainerConfig, mounts: &[(&str, &PathBuf)]) -> Cont
     }
     config
 }
-
-/// containerd connects to a new daemon with a back-off of at most 3 s.
-async fn reached(case: &Case) -> Result<()> {
-    let config = case.pod_config();
-    let pod = insist("reach the daemon", || case.cri.run_pod(&config, case.handler)).await?;
-    case.cri.stop_pod(&pod).await?;
-    Ok(case.cri.remove_pod(&pod).await?)
-}

@@ -8,10 +8,11 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 use sandboxer_e2e::case::Case;
+use sandboxer_e2e::failing::reached;
 use sandboxer_e2e::insist::nobody_there;
 use sandboxer_e2e::kubelet::Kubelet;
 
-use super::{Seen, life, reached};
+use super::{Seen, life};
 
 /// The daemon's records on a file system of their own, for as long as this is there.
 struct OwnDisk<'a> {

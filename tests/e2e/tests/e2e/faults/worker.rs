@@ -1,7 +1,6 @@
 //! The worker dies, at any point, or is replaced; or its world is not what it was.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -9,11 +8,12 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{Case, PATIENCE, shell};
 use sandboxer_e2e::eventually;
+use sandboxer_e2e::failing::{Failing, arm, reached};
 use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::stack::Victim;
 
 use super::streams::{Streams, some_moment};
-use super::{Seen, life, reached};
+use super::{Seen, life};
 
 /// Returns a number that the environment may make larger, for long runs.
 pub fn count(variable: &str, usual: usize) -> Result<usize> {
@@ -23,72 +23,8 @@ pub fn count(variable: &str, usual: usize) -> Result<usize> {
     }
 }
 
-/// The daemon of the build with failure points in the place of the stack's own, for as long as this is there.
-struct Failing<'a> {
-    case: &'a Case,
-    points: PathBuf,
-    /// Points that a worker came by before there was a pod: some of them only the first one does.
-    of_start: Vec<String>,
-}
-
-impl<'a> Failing<'a> {
-    async fn start(case: &'a Case) -> Result<Self> {
-        let (programs, points) = (case.stack.dir().join("failing-bin"), case.stack.dir().join("failpoints"));
-        for dir in [&programs, &points] {
-            // Cases have no order: another one may have left its points and its clock.
-            let _ = fs::remove_dir_all(dir);
-            fs::create_dir_all(dir)?;
-        }
-        fs::write(points.join("armed"), "")?;
-        let built = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
-        let built = built.parent().context("where the programs are")?;
-        let failing = built.join("sandboxer-failing");
-        ensure!(failing.exists(), "{} is not there: run `make build-failing`", failing.display());
-        for name in [
-            "sandboxer",
-            "sandboxer-front",
-            "sandboxer-cli",
-            "sandboxer-share",
-            "containerd-shim-sandboxer-v1",
-        ] {
-            let from = if name == "sandboxer" { &failing } else { &built.join(name) };
-            symlink(from, programs.join(name))?;
-        }
-        case.stack.end("sandboxer", Signal::SIGTERM).await?;
-        case.stack.run_up_with(&[("SANDBOXER_BIN_DIR", &programs), ("SANDBOXER_FAILPOINTS", &points)])?;
-        let mut failing = Self { case, points, of_start: Vec::new() };
-        failing.of_start = failing.lines("passed")?;
-        reached(case).await?;
-        Ok(failing)
-    }
-
-    fn lines(&self, file: &str) -> Result<Vec<String>> {
-        let text = fs::read_to_string(self.points.join(file)).unwrap_or_default();
-        Ok(text.lines().map(str::to_owned).collect())
-    }
-
-    /// Workers from the next one on die at these points, one each.
-    fn arm(&self, points: &[String]) -> Result<()> {
-        Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
-    }
-
-    /// Sets the worker's wall clock this many seconds ahead.
-    fn set_clock(&self, ahead: i64) -> Result<()> {
-        let new = self.points.join("clock.new");
-        fs::write(&new, ahead.to_string())?;
-        // Whole at once: it is read at any time.
-        Ok(fs::rename(new, self.points.join("clock"))?)
-    }
-
-    pub async fn end(self) -> Result<()> {
-        self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
-        self.case.stack.run_up()?;
-        reached(self.case).await
-    }
-}
-
 pub async fn killed_at_every_point(case: Case) -> Result<()> {
-    let failing = Failing::start(&case).await?;
+    let failing = Failing::start(&case, None).await?;
     let outcome = at_every_point(&case, &failing).await;
     failing.end().await?;
     outcome
@@ -108,7 +44,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
     // The worker that takes the last line, which is no point, shows that its predecessor died at the last point.
     let armed: Vec<String> = points.iter().cloned().chain(["no point".to_owned()]).collect();
-    failing.arm(&armed)?;
+    arm(&case.stack, &armed)?;
     case.stack.kill_worker()?;
     let mut before = armed.len();
     loop {
@@ -266,7 +202,7 @@ pub async fn memory_runs_out(case: Case) -> Result<()> {
 const CLOCKS: [i64; 3] = [-3600, 86_400, 0];
 
 pub async fn clock_jumps(case: Case) -> Result<()> {
-    let failing = Failing::start(&case).await?;
+    let failing = Failing::start(&case, None).await?;
     let outcome = with_jumping_clock(&case, &failing).await;
     failing.end().await?;
     outcome

@@ -1,13 +1,14 @@
 //! The life of pods and containers, once more and once more again.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::ContainerState;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::containerd::{Containerd, Stdio};
 use sandboxer_e2e::eventually;
 
 crate::cases![
     Any: everything_twice_in_a_row, stop_and_remove_twice, the_same_request_twice, stop_asks_before_it_kills,
-    containers_of_a_pod_share_its_network, remove_takes_what_runs, statistics
+    killed_before_its_start, containers_of_a_pod_share_its_network, remove_takes_what_runs, statistics
 ];
 
 /// Two containers in one pod, through every verb, then all of it again.
@@ -157,4 +158,28 @@ async fn statistics(case: Case) -> Result<()> {
         Ok((memory > Some(0) && cpu > Some(0)).then_some(()))
     })
     .await
+}
+
+/// What containerd does if anything fails between the creation of a container's task and its start.
+async fn killed_before_its_start(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let sibling = pod.start(idle("sibling")).await?;
+    let container = pod.create(idle("c")).await?;
+    let containerd = Containerd::of(&case.stack)?;
+    let record = containerd.container(&container.id).await?;
+    let parent = containerd.parent(&record.snapshotter, &record.snapshot_key).await?;
+    let key = format!("{}-task", container.id);
+    let mounts = containerd.prepare(&record.snapshotter, &key, &parent).await?;
+    containerd.create_task(&container.id, mounts, Stdio::default(), case.in_vm(), None).await?;
+    let (client, id) = (containerd.clone(), container.id.clone());
+    let waiting = tokio::spawn(async move { client.wait(&id, "").await });
+    containerd.kill(&container.id, "", 9, true).await?;
+    let code = tokio::time::timeout(PATIENCE, waiting).await.context("its exit is not reported")???;
+    ensure!(code == 137, "it exited with {code}");
+    let code = containerd.delete(&container.id, "").await?;
+    ensure!(code == 137, "it was deleted after {code}");
+    ensure!(sibling.sh("echo here").await? == "here");
+    containerd.remove_snapshot(&record.snapshotter, &key).await?;
+    case.cri.remove(&container.id).await?;
+    Ok(())
 }

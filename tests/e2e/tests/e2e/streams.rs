@@ -11,7 +11,7 @@ crate::cases![
     Any: logs_keep_streams_apart, long_lines_and_much_output, log_reopened, exec_sync,
     exec_binary, exec_many_at_once,
     exec_of_what_is_not_there, exec_that_takes_too_long, exec_with_stdin, exec_stdin_ends, exec_with_terminal,
-    attach_to_stdin
+    attach_to_stdin, exit_while_nobody_reads_what_is_attached
 ];
 
 async fn logs_keep_streams_apart(case: Case) -> Result<()> {
@@ -203,5 +203,23 @@ async fn attach_to_stdin(case: Case) -> Result<()> {
     let status = container.ended().await?;
     ensure!(status.exit_code == 4, "{status:?}");
     ensure!(container.logs()?.stdout == "read hello\nread end\n", "{:?}", container.logs()?);
+    Ok(())
+}
+
+/// A terminal that was stopped, or whose link hangs, while it is attached: the container's crash is reported all the same.
+async fn exit_while_nobody_reads_what_is_attached(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    // More than all sockets and pipes on the way hold.
+    let script = "read go; head -c 16000000 /dev/zero | tr '\\0' x; exit 3";
+    let mut config = shell("c", script);
+    config.stdin = true;
+    let container = pod.start(config).await?;
+    let url = case.cri.attach(&container.id, false).await?;
+    let mut session = Session::open(&url).await?;
+    session.write("go\n").await?;
+    let status = container.ended().await?;
+    ensure!(status.exit_code == 3, "{status:?}");
+    drop(session);
+    case.cri.remove(&container.id).await?;
     Ok(())
 }

@@ -237,7 +237,8 @@ fn mounts_of_the_host_below_a_volume_are_known() {
     let node = Node::new();
     let is_one =
         |source: &Path, options: &[&str]| node.look("/x", source, options).unwrap().bound.is_one_mount;
-    let file = node.made("file");
+    let file = node.dir.path().join("file");
+    fs::write(&file, "").unwrap();
     assert!(is_one(node.dir.path(), &["rbind", "rprivate", "ro"]) && is_one(&file, &["rbind", "ro"]));
     assert!(!is_one(node.dir.path(), &["rbind", "rslave", "ro"]), "there may be some later");
     assert!(!is_one(Path::new("/"), &["rbind", "ro"]), "/proc");

@@ -59,6 +59,8 @@ fn front(dir: &Path) -> ExitCode {
         check: "check".into(),
         resume: "resume".into(),
         arguments: vec![dir.into()],
+        tell: "tell".into(),
+        unfit: |_, _| None,
     };
     let worker = ["worker".into(), dir.into()];
     sandboxer_front::run(&std::env::current_exe().unwrap(), &worker, Duration::from_secs(30), &build).unwrap()

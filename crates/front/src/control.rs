@@ -29,6 +29,10 @@ pub const MAX_FDS: usize = 8;
 /// The key prefix of the task socket's listener, on which the front accepts connections; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
 
+/// The first word of the keys of entries without which no program may take over: their notes say what it must support.
+/// The front shows them to [`Build::unfit`](crate::Build::unfit).
+pub const NEEDS: &str = "needs";
+
 /// The key of the entry that the front itself gives each worker: the number of reloads so far, a space, and why the
 /// last of them did not replace the front; nothing if it did.
 pub const RELOADS: &str = "front reloads";

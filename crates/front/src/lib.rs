@@ -33,5 +33,5 @@ mod store;
 mod stream;
 mod worker;
 
-pub use front::{Build, FrontError, MAX_SILENCE, check, resume, run};
+pub use front::{Build, FrontError, MAX_SILENCE, Unfit, check, resume, run};
 pub use keeper::KEEPER;

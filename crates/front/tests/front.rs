@@ -9,6 +9,7 @@
 //! | `die` | dies; responds to the repeated request |
 //! | `half` | sends half a frame, then dies; responds to the repeated request |
 //! | `wait` | responds to the repeated request |
+//! | `need` | makes the front keep what the next worker must support, then responds |
 //! | `forget` | makes the front close the pipe that it keeps, then responds |
 //! | `open` | makes the front open it again, then responds |
 //! | `deadly` | dies each time |
@@ -62,6 +63,10 @@ mod hung_volume;
 
 /// A worker that is silent for so long is replaced.
 const SILENCE: Duration = Duration::from_secs(3);
+/// The file with what the double tells that it supports; without it, the double exits with an error.
+const SUPPORTED: &str = "supported";
+/// What a double must support after one that was asked to `need` it.
+const NEEDED: &str = "this";
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -71,6 +76,13 @@ fn main() -> ExitCode {
         Some("front") => front(Path::new(&args[1]), None),
         Some("front-resume") => front(Path::new(&args[2]), Some(descriptor(&args[1]))),
         Some("front-check") => checked(descriptor(&args[1])),
+        Some(path) if path.ends_with(SUPPORTED) => match std::fs::read_to_string(path) {
+            Ok(text) => {
+                print!("{text}");
+                ExitCode::SUCCESS
+            }
+            Err(_) => ExitCode::FAILURE,
+        },
         Some("worker") => double(Path::new(&args[1]), descriptor(&args[3])),
         _ => {
             let trials = [
@@ -95,6 +107,7 @@ fn main() -> ExitCode {
                 ("a_worker_that_does_not_go_costs_its_front_nothing", lingering),
                 ("a_killed_worker_that_no_signal_reaches_is_replaced", hanging),
                 ("a_reload_that_was_refused_is_forgotten", refused_reload),
+                ("a_worker_that_lacks_what_is_needed_takes_no_place", unfit),
                 ("what_is_kept_twice_is_closed_once_both_are_forgotten", kept_twice),
                 ("front_and_worker_end_with_their_keeper", keeper_killed),
                 ("a_first_worker_that_refuses_takes_the_front_along", refused),
@@ -121,6 +134,11 @@ fn front(dir: &Path, state: Option<OwnedFd>) -> ExitCode {
         check: "front-check".into(),
         resume: "front-resume".into(),
         arguments: vec![dir.into()],
+        tell: dir.join(SUPPORTED).into(),
+        unfit: |told, notes| {
+            let told = told.map(String::from_utf8_lossy);
+            (told.as_deref() != Some(NEEDED)).then(|| format!("it tells {told:?}, not {notes:?}"))
+        },
     };
     let (program, worker) = (std::env::current_exe().unwrap(), ["worker".into(), dir.into()]);
     match state {
@@ -243,6 +261,9 @@ fn answer(dir: &Path, mut link: UnixStream, life: u32, control: &OwnedFd) {
                 b"stop" if !repeated => raise(Signal::SIGSTOP).unwrap(),
                 _ if frame.method() == Some("Deadly") => raise(Signal::SIGKILL).unwrap(),
                 _ if matches!(frame.method(), Some("Wait" | "Hold")) => continue,
+                b"need" => {
+                    control::send(control.as_fd(), Kind::Keep, "needs x", NEEDED.as_bytes(), &[]).unwrap();
+                }
                 b"forget" => control::send(control.as_fd(), Kind::Forget, "fifo", &[], &[]).unwrap(),
                 b"open" => drop(open(dir, control)),
                 b"twice" => {
@@ -806,6 +827,44 @@ fn refused_reload() -> Result<(), Failed> {
         assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")));
         assert_eq!(role(&front), "front", "the front was replaced by a build that nobody has asked for");
     }
+    Ok(())
+}
+
+/// Nothing may change, so the worker that was there must be the one that answers.
+fn unfit() -> Result<(), Failed> {
+    let (mut log, theirs) = std::io::pipe()?;
+    nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+    let front = Front::with(|command| {
+        command.stderr(theirs);
+    });
+    std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
+    let mut client = front.client();
+    assert_eq!(client.told(1, "hello"), "life 1");
+    // Nothing is needed yet.
+    front.signal(Signal::SIGHUP);
+    until("another front", || role(&front) == "front-resume");
+    until("another worker", || front.client().told(1, "hello") == "life 2");
+    assert_eq!(client.told(3, "need"), "life 2");
+    let (pid, before) = (front.pid(), worker(&front));
+    client.ask(5, "wait");
+    for (stream, told) in [(7, None), (9, Some("that")), (11, Some("this, not quite"))] {
+        if let Some(told) = told {
+            std::fs::write(front.dir.path().join(SUPPORTED), told)?;
+        }
+        front.signal(Signal::SIGHUP);
+        let mut said = String::new();
+        until("a refusal", || {
+            let mut bytes = [0; 4096];
+            let count = log.read(&mut bytes).unwrap_or_default();
+            said += &String::from_utf8_lossy(&bytes[..count]);
+            said.contains("nothing is reloaded")
+        });
+        assert_eq!(client.told(stream, "hello"), "life 2", "{told:?}: {said}");
+        assert_eq!((front.pid(), worker(&front)), (pid, before), "{told:?}: {said}");
+    }
+    std::fs::write(front.dir.path().join(SUPPORTED), NEEDED)?;
+    front.signal(Signal::SIGHUP);
+    assert_eq!(client.answer(), (5, "life 3, repeated".to_owned()));
     Ok(())
 }
 

@@ -105,7 +105,15 @@ pub struct Build {
     pub resume: OsString,
     /// The further arguments of [`Build::resume`].
     pub arguments: Vec<OsString>,
+    /// The argument with which the worker's program writes what it supports to its standard output, and exits.
+    pub tell: OsString,
+    /// The decision whether the worker's program may take over.
+    pub unfit: Unfit,
 }
+
+/// A function that returns why the worker's program must not take over, by what it has told (`None`: it exited with an
+/// error) and by the notes of all entries that say what it must support. The front then does not reload.
+pub type Unfit = fn(Option<&[u8]>, &[&[u8]]) -> Option<String>;
 
 /// Runs `program` as the worker until the front is stopped. Returns the process's exit code. Must be called first in a
 /// process.
@@ -114,8 +122,9 @@ pub struct Build {
 /// manager, this process keeps them, and starts itself again, with the same arguments, as the front.
 ///
 /// SIGTERM and SIGINT stop the worker and then the front. SIGHUP stops the worker, executes `build` in this process,
-/// which continues in [`resume`], and starts `program` again. If the first worker exits with an error, so does the
-/// front. A worker that was ready and does not respond for about `silence` is killed.
+/// which continues in [`resume`], and starts `program` again; it changes nothing if `program` is
+/// [unfit](Build::unfit). If the first worker exits with an error, so does the front. A worker that was ready and does
+/// not respond for about `silence` is killed.
 pub fn run(
     program: &Path,
     arguments: &[OsString],
@@ -420,7 +429,14 @@ impl<'a> Front<'a> {
                     store::tell("STOPPING=1");
                     self.ending = true;
                 }
-                Ok(Ok(Signal::SIGHUP)) => self.replacing = true,
+                Ok(Ok(Signal::SIGHUP)) => {
+                    if let Some(why) = self.unfit() {
+                        log!("nothing is reloaded: {why}");
+                        self.reloaded(format!("nothing was reloaded: {why}"));
+                        continue;
+                    }
+                    self.replacing = true;
+                }
                 _ => continue,
             }
             if let Some(worker) = &mut self.worker {

@@ -4,12 +4,13 @@ use std::{
     convert::Infallible,
     env,
     ffi::OsString,
+    fs::File,
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
-        unix::process::CommandExt,
+        unix::{fs::FileExt, process::CommandExt},
     },
-    process::{Command, ExitStatus},
+    process::{Command, ExitStatus, Stdio},
     time::Duration,
 };
 
@@ -17,13 +18,17 @@ use nix::{
     fcntl::{FcntlArg, FdFlag, fcntl},
     libc,
     poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::signal::{SigSet, SigmaskHow, sigprocmask},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        signal::{SigSet, SigmaskHow, sigprocmask},
+    },
     unistd::execve,
 };
 use sandboxer_base::failpoint::pass;
 
 use super::Front;
 use crate::{
+    control::NEEDS,
     journal::{Held, Record},
     keeper::strings,
     log::log,
@@ -31,8 +36,12 @@ use crate::{
     worker::dies_with,
 };
 
-/// The most time for a new build to read the journal. Requests wait meanwhile.
+/// The most time for a new build to read the journal, and for its worker to tell what it supports. Requests wait
+/// meanwhile.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The most bytes that the worker's program tells.
+const MAX_TOLD: usize = 256;
 
 /// The reason why the front was not replaced.
 #[derive(Debug, thiserror::Error)]
@@ -41,7 +50,7 @@ enum UpgradeError {
     System(&'static str, io::Error),
     #[error("it refuses the state ({0}); its reason is in the log")]
     Refused(ExitStatus),
-    #[error("it did not read the state within {CHECK_TIMEOUT:?}")]
+    #[error("it did not exit within {CHECK_TIMEOUT:?}")]
     Hung,
 }
 
@@ -53,6 +62,34 @@ impl Front<'_> {
         let program = &self.work.build.program;
         log!("the front stays as it is, {program:?} cannot take its place: {error}");
         self.reloaded(format!("{program:?} cannot take the place of the front: {error}"));
+    }
+
+    /// Returns why the worker must not be replaced: what its entries need, the installed program does not support.
+    pub(super) fn unfit(&self) -> Option<String> {
+        let needs = self.kept.iter().filter(|(key, _)| key.split(' ').next() == Some(NEEDS));
+        let notes: Vec<_> = needs.map(|(_, entry)| entry.note.as_slice()).collect();
+        if notes.is_empty() {
+            return None;
+        }
+        match self.told() {
+            Ok(told) => (self.work.build.unfit)(told.as_deref(), &notes),
+            Err(error) => Some(format!("{:?} does not tell what it supports: {error}", self.work.program)),
+        }
+    }
+
+    /// Returns what the installed program of the worker tells that it supports; `None`: it exited with an error.
+    fn told(&self) -> Result<Option<Vec<u8>>, UpgradeError> {
+        let failed = |error: io::Error| UpgradeError::System("receive what it tells", error);
+        // A file, not a pipe: a process that the program leaves behind may hold a pipe open.
+        let file = memfd_create(c"sandboxer-told", MFdFlags::MFD_CLOEXEC).map(File::from);
+        let file = file.map_err(|error| failed(error.into()))?;
+        let mut command = Command::new(self.work.program);
+        command.arg(&self.work.build.tell).stdin(Stdio::null()).stderr(Stdio::null());
+        command.stdout(file.try_clone().map_err(failed)?);
+        let status = run(command)?;
+        let mut told = [0; MAX_TOLD];
+        let length = file.read_at(&mut told, 0).map_err(failed)?;
+        Ok(status.success().then(|| told[..length].to_vec()))
     }
 
     /// Records the result of a reload: why the front was not replaced; empty: it was.
@@ -97,28 +134,39 @@ impl Front<'_> {
 
     /// Makes the new build read the journal, in another process.
     fn check(&self) -> Result<(), UpgradeError> {
-        let failed = |error| UpgradeError::System("run it", error);
-        let (fd, front) = (self.journal.file().as_raw_fd(), nix::unistd::getpid());
+        let fd = self.journal.file().as_raw_fd();
         let mut command = Command::new(&self.work.build.program);
         command.arg(&self.work.build.check).arg(fd.to_string());
         // SAFETY: between fork and exec system calls are made, which are async-signal-safe; the descriptor is open.
         unsafe {
             command.pre_exec(move || {
-                dies_with(front);
-                sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?;
                 fcntl(BorrowedFd::borrow_raw(fd), FcntlArg::F_SETFD(FdFlag::empty()))?;
                 Ok(())
             });
         }
-        let mut child = command.spawn().map_err(failed)?;
-        if !ends_within(child.id(), CHECK_TIMEOUT).map_err(failed)? {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(UpgradeError::Hung);
-        }
-        let status = child.wait().map_err(failed)?;
+        let status = run(command)?;
         if status.success() { Ok(()) } else { Err(UpgradeError::Refused(status)) }
     }
+}
+
+/// Runs a program, and kills it if it does not exit in time.
+fn run(mut command: Command) -> Result<ExitStatus, UpgradeError> {
+    let failed = |error| UpgradeError::System("run it", error);
+    let front = nix::unistd::getpid();
+    // SAFETY: between fork and exec system calls are made, which are async-signal-safe.
+    unsafe {
+        command.pre_exec(move || {
+            dies_with(front);
+            Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?)
+        });
+    }
+    let mut child = command.spawn().map_err(failed)?;
+    if !ends_within(child.id(), CHECK_TIMEOUT).map_err(failed)? {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(UpgradeError::Hung);
+    }
+    child.wait().map_err(failed)
 }
 
 /// Waits for the end of a child that is not reaped yet. Returns whether it has ended in time.

@@ -1,4 +1,5 @@
-//! Checks, before a reload changes anything, whether the installed build can take over the pods of this one.
+//! Checks, before a reload changes anything, whether the installed build can take over the pods of this one. The worker
+//! does, so that whoever asks for the reload hears of it, and so does the front, for a SIGHUP from elsewhere.
 
 use std::{
     ops::RangeInclusive,
@@ -11,6 +12,9 @@ use sandboxer_protocol::SPOKEN;
 use tokio::process::Command;
 
 use crate::{pod::DaemonState, state::PodState};
+
+/// The option with which a build prints the protocol versions that it supports.
+pub const PROTOCOLS: &str = "--protocols";
 
 /// Versions of the protocol with agents.
 type Protocols = RangeInclusive<u32>;
@@ -28,6 +32,21 @@ pub async fn refusal(node: &DaemonState) -> Option<String> {
     let idle = [PodState::Created, PodState::Stopped];
     let pods = node.registry.pods().iter().filter(|pod| !idle.contains(&pod.status().state)).count();
     why_not(&installed, &SPOKEN, pods)
+}
+
+/// Returns why a build that has `told` this must not take over: `notes` are those of the running worker's pods, each
+/// with the oldest and the latest version that its agent may speak.
+pub fn unfit(told: Option<&[u8]>, notes: &[&[u8]]) -> Option<String> {
+    let notes = notes.iter().filter_map(|note| serde_json::from_slice::<(u32, u32)>(note).ok());
+    let (oldest, latest): (Vec<_>, Vec<_>) = notes.unzip();
+    let ours = *oldest.iter().min()?..=*latest.iter().max()?;
+    why_not(&told.and_then(parse).unwrap_or(UNTOLD), &ours, oldest.len())
+}
+
+/// Parses the two numbers that a build prints.
+fn parse(told: &[u8]) -> Option<Protocols> {
+    let (oldest, latest) = str::from_utf8(told).ok()?.trim().split_once(' ')?;
+    Some(oldest.parse().ok()?..=latest.parse().ok()?)
 }
 
 /// Returns why the `installed` build cannot talk to the agents of this many `pods`, which speak a version of `ours`;
@@ -51,11 +70,9 @@ fn why_not(installed: &Protocols, ours: &Protocols, pods: usize) -> Option<Strin
 /// Returns the protocol versions that a build supports. `None`: it cannot be run, which the front reports later.
 pub async fn spoken_by(program: &Path) -> Option<Protocols> {
     let mut command = Command::new(program);
-    command.arg("--protocols").stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+    command.arg(PROTOCOLS).stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
     let output = tokio::time::timeout(LIMIT, command.output()).await.ok()?.ok()?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let told = text.trim().split_once(' ').filter(|_| output.status.success());
-    let told = told.and_then(|(oldest, latest)| Some(oldest.parse().ok()?..=latest.parse().ok()?));
+    let told = output.status.success().then(|| parse(&output.stdout)).flatten();
     Some(told.unwrap_or(UNTOLD))
 }
 
@@ -74,6 +91,20 @@ mod tests {
             assert_eq!(why_not(&installed, &ours, 0), None);
         }
         assert!(why_not(&(7..=8), &(6..=6), 1).unwrap().contains("protocol 7 to 8 with agents"));
+    }
+
+    #[test]
+    fn the_front_refuses_by_what_the_worker_has_kept_of_its_pods() {
+        assert_eq!(unfit(Some(b"7 7\n"), &[]), None);
+        assert_eq!(unfit(Some(b"6 7\n"), &[b"[6,6]", b"[6,7]"]), None);
+        assert_eq!(unfit(None, &[b"[6,6]"]), None);
+        let text = unfit(Some(b"7 8\n"), &[b"[6,6]", b"[6,7]", b"of another build"]).unwrap();
+        assert!(
+            text.contains("protocol 7 to 8 with agents") && text.contains("2 pods speak 6 to 7"),
+            "{text}"
+        );
+        assert!(unfit(None, &[b"[7,7]"]).is_some());
+        assert!(unfit(Some(b"rubbish"), &[b"[7,7]"]).is_some());
     }
 
     #[tokio::test]

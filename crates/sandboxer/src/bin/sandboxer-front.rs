@@ -9,6 +9,7 @@ use std::{
     process::ExitCode,
 };
 
+use sandboxer::api::preflight::{PROTOCOLS, unfit};
 use sandboxer_front::{Build, FrontError, MAX_SILENCE};
 
 /// Option passed by the running front: check the state in this descriptor.
@@ -56,7 +57,14 @@ fn run(arguments: &[OsString]) -> Option<Result<ExitCode, FrontError>> {
 /// Returns the build that replaces this one at a reload: the program of this name next to the worker.
 fn build(arguments: &[OsString]) -> Option<Build> {
     let program = PathBuf::from(arguments.first()?).with_file_name("sandboxer-front");
-    Some(Build { program, check: CHECK.into(), resume: RESUME.into(), arguments: arguments.to_vec() })
+    Some(Build {
+        program,
+        check: CHECK.into(),
+        resume: RESUME.into(),
+        arguments: arguments.to_vec(),
+        tell: PROTOCOLS.into(),
+        unfit,
+    })
 }
 
 fn descriptor(number: &OsString) -> Option<OwnedFd> {

@@ -19,8 +19,10 @@ use std::{
 
 use futures::FutureExt;
 use sandboxer_base::chain;
+use sandboxer_front::control::NEEDS;
 use sandboxer_process::cgroup::Bounds;
 use sandboxer_protocol::{
+    SPOKEN,
     id::{ContainerId, ExecId},
     link::LinkKey,
 };
@@ -79,6 +81,9 @@ pub fn spawn(
 ) -> PodHandle {
     let (reached, unreached) = (found.reached.take(), found.unreached.take());
     let (mut driver, requests, handle) = driver(node, spec, link_key, status, found);
+    if reached.is_some() || unreached.is_some() {
+        driver.need_its_agent();
+    }
     tokio::spawn(async move {
         if let Some(reached) = reached {
             driver.take_up(reached);
@@ -485,6 +490,14 @@ impl Driver {
             what: format!("note {key}").into(),
             source,
         })
+    }
+
+    /// Tells the front which protocols the pod's agent may speak: a build without them must not take over.
+    fn need_its_agent(&self) {
+        if let Err(error) = self.note(NEEDS, &self.spec.id, None, &(SPOKEN.start(), SPOKEN.end())) {
+            let error = chain(&error);
+            tracing::warn!(pod = %self.spec.id, error, "a reload by a signal is not checked for this pod");
+        }
     }
 
     /// Removes the notes about a process from the front and, for a container's init, the notes about its execs.

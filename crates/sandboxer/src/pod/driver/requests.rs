@@ -105,6 +105,7 @@ impl Driver {
                 if let Err(error) = self.become_state(PodState::Starting) {
                     return answer(reply, Err(error));
                 }
+                self.need_its_agent();
                 self.start_waiters.push(reply);
                 self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
                 let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());

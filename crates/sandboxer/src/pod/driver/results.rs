@@ -7,7 +7,7 @@ use sandboxer_vmm::{Shape, VmExit, VmmError};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{CLOSED, Done, Driver, Limited, OOM_KILLS, answer, answer_all, journal_failed};
+use super::{CLOSED, Done, Driver, Limited, NEEDS, OOM_KILLS, answer, answer_all, journal_failed};
 use crate::{
     error::PodError,
     events::{Kind, TaskDetail},
@@ -262,7 +262,9 @@ impl Driver {
         self.live = None;
         self.unreached = None;
         self.placement = Placement::default();
-        self.node.front.forget(&front::key(OOM_KILLS, &self.spec.id, None));
+        for kind in [OOM_KILLS, NEEDS] {
+            self.node.front.forget(&front::key(kind, &self.spec.id, None));
+        }
         self.cancel.cancel();
         // The volumes of the guest are no longer updated.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));

@@ -1,7 +1,8 @@
 //! The worker dies, at any point, or is replaced; or its world is not what it was.
 
 use std::fs;
-use std::path::PathBuf;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, ensure};
@@ -272,8 +273,32 @@ pub async fn upgraded_under_pods(case: Case) -> Result<()> {
         seen.times += 1;
         seen.check().await?;
     }
+    refused_by_its_front(&case, &programs).await?;
+    seen.check().await.context("after a build that was refused")?;
     seen.end().await?;
     case.stack.end("sandboxer", Signal::SIGTERM).await?;
     case.stack.run_up()?;
     reached(&case).await
+}
+
+/// A build that does not speak with the agents of pods, and a signal in the place of `sandboxer-cli reload`, which
+/// would refuse it.
+async fn refused_by_its_front(case: &Case, programs: &Path) -> Result<()> {
+    let (worker, front) = (case.stack.worker()?, case.stack.front()?);
+    fs::rename(programs.join("sandboxer"), programs.join("speaks"))?;
+    let script = "#!/bin/sh\n[ \"$1\" != --protocols ] || exec echo 99 99\nexec \"${0%/*}/speaks\" \"$@\"\n";
+    fs::write(programs.join("sandboxer.new"), script)?;
+    fs::set_permissions(programs.join("sandboxer.new"), fs::Permissions::from_mode(0o755))?;
+    fs::rename(programs.join("sandboxer.new"), programs.join("sandboxer"))?;
+    kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
+    let log = case.stack.dir().join("sandboxer/log");
+    eventually("the front's refusal", PATIENCE, || async {
+        let told = fs::read_to_string(&log)?;
+        let refused = "nothing is reloaded: the installed build speaks protocol 99 with agents";
+        Ok(told.contains(refused).then_some(()))
+    })
+    .await?;
+    ensure!(case.stack.worker()? == worker && case.stack.front()? == front, "something was replaced");
+    fs::rename(programs.join("speaks"), programs.join("sandboxer"))?;
+    Ok(())
 }

@@ -6,6 +6,7 @@
 //! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so. `CONTAINERD_VERSION=1.7.27` runs them
 //! beside that containerd, and `SANDBOXER_E2E_VERSIONS=docs/compatibility.md` writes what came of it into that document's table.
 
+mod agents;
 mod bandwidth;
 mod compatibility;
 mod container;
@@ -70,16 +71,19 @@ enum On {
     Numa,
     /// As that, about the service under systemd; passed over, and counted, where process 1 is none.
     Systemd,
+    /// As that, about the agent of the release before; passed over, and counted, where make has not built it.
+    AgentBefore,
 }
 
 impl On {
     fn is_alone(self) -> bool {
-        matches!(self, Self::VmAlone | Self::Numa | Self::Systemd)
+        matches!(self, Self::VmAlone | Self::Numa | Self::Systemd | Self::AgentBefore)
     }
 
     fn is_possible(self) -> bool {
         match self {
             Self::Systemd => std::env::var_os("SANDBOXER_E2E_SYSTEMD").is_some(),
+            Self::AgentBefore => agents::before().is_some(),
             Self::Numa => Path::new("/sys/devices/system/node/node1").exists(),
             Self::Any | Self::Vm | Self::VmAlone => true,
         }
@@ -102,6 +106,7 @@ macro_rules! cases {
 
 fn entries() -> Vec<Entry> {
     let files = [
+        agents::cases,
         bandwidth::cases,
         compatibility::cases,
         container::cases,

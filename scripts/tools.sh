@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
-# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm, kubernetes (API server, kubelet, kubectl) or gvisor (runsc and its shim, for
-#                              comparison); default: containerd and runc
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm, kubernetes (API server, kubelet, kubectl), apiserver (of Kubernetes, that alone) or
+#                              gvisor (runsc and its shim, for comparison); default: containerd and runc
 # Building from the module proxy takes about two minutes on two cores (gVisor: three more; Kubernetes: 3 to 25, by what Go has in its caches); the second call takes none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -52,10 +52,11 @@ go_install() {
     return $status
 }
 
-# go_build_kubernetes DIR VERSION: its module replaces some thirty others by directories that are not part of it, so a module of one's own
+# go_build_kubernetes DIR VERSION COMMAND…: its module replaces some thirty others by directories that are not part of it, so a module of one's own
 # replaces them by their releases, which have the same minor and patch version.
 go_build_kubernetes() {
     local bin=$1 version=$2 minor source copy name status=0
+    shift 2
     minor=${version#1.}
     minor=${minor%%.*}
     export GOFLAGS=-buildvcs=false
@@ -72,7 +73,7 @@ go_build_kubernetes() {
     } >"$copy/go.mod"
     (cd "$copy" && nice -n 5 go build -p 2 -mod=mod -trimpath -o "$bin/" \
         -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$version -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=$minor" \
-        k8s.io/kubernetes/cmd/{kubelet,kube-apiserver,kubectl}) || status=$?
+        "${@/#/k8s.io/kubernetes/cmd/}") || status=$?
     rm -rf "$copy"
     return $status
 }
@@ -102,19 +103,25 @@ helm() {
     go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
 }
 
-kubernetes() {
-    local dir="$CACHE/tools/kubernetes-$KUBERNETES"
+# kubernetes_tool NAME COMMAND…: builds commands of Kubernetes, as go_tool does.
+kubernetes_tool() {
+    local name=$1 dir="$CACHE/tools/$1-$KUBERNETES"
+    shift
     if [[ ! -d $dir/bin ]]; then
-        command -v go >/dev/null || die "building kubernetes $KUBERNETES needs the go toolchain (https://go.dev/dl)"
-        say "building kubernetes $KUBERNETES into $dir (3 to 25 minutes on two cores, once)"
+        command -v go >/dev/null || die "building $name $KUBERNETES needs the go toolchain (https://go.dev/dl)"
+        say "building $name $KUBERNETES into $dir (3 to 25 minutes on two cores, once)"
         rm -rf "$dir.partial"
         mkdir -p "$dir.partial/bin" "$dir"
-        go_build_kubernetes "$dir.partial/bin" "$KUBERNETES" >&2 || die "could not build kubernetes $KUBERNETES"
+        go_build_kubernetes "$dir.partial/bin" "$KUBERNETES" "$@" >&2 || die "could not build $name $KUBERNETES"
         mv -T "$dir.partial/bin" "$dir/bin"
         rmdir "$dir.partial"
     fi
     printf '%s\n' "$dir/bin"
 }
+
+kubernetes() { kubernetes_tool kubernetes kubelet kube-apiserver kubectl; }
+
+apiserver() { kubernetes_tool apiserver kube-apiserver; }
 
 # runsc enters a root without libraries, so it must be static.
 gvisor() {
@@ -133,7 +140,8 @@ for tool in "$@"; do
     runc) with_lock "$CACHE/tools/.lock-runc-$RUNC" runc ;;
     helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
     kubernetes) with_lock "$CACHE/tools/.lock-kubernetes-$KUBERNETES" kubernetes ;;
+    apiserver) with_lock "$CACHE/tools/.lock-apiserver-$KUBERNETES" apiserver ;;
     gvisor) with_lock "$CACHE/tools/.lock-gvisor-$GVISOR" gvisor ;;
-    *) die "no tool '$tool': containerd, runc, helm, kubernetes or gvisor" ;;
+    *) die "no tool '$tool': containerd, runc, helm, kubernetes, apiserver or gvisor" ;;
     esac
 done

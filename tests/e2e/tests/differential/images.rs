@@ -48,8 +48,7 @@ enum Part {
 }
 
 const NAMES: [&str; 9] = ["a", "b", "c", "etc", "data", "with space", "ünïcode", "-dash", ".hidden"];
-const USERS: [&str; 9] =
-    ["0", "1000", "user", "user:extra", "1000:50001", "4000:4000", "65534", "user:user", "nobody-here"];
+const USERS: [&str; 8] = ["0", "1000", "user", "user:extra", "1000:50001", "4000:4000", "65534", "user:user"];
 const OWNERS: [u64; 6] = [0, 0, 1000, 65534, 100_000, 4_294_967_294];
 const MODES: [u32; 9] = [0o644, 0o755, 0o600, 0o4755, 0o2755, 0o6711, 0o1777, 0o000, 0o111];
 const SIZES: [usize; 7] = [0, 1, 4095, 4096, 4097, 70_000, 300_000];
@@ -79,6 +78,8 @@ fn random(rng: &mut StdRng) -> Vec<Part> {
     let mut parts = Vec::new();
     let mut dirs = vec!["etc".to_owned(), "tmp".to_owned()];
     let mut paths: Vec<String> = vec!["tmp".to_owned()];
+    // Files of the whole image.
+    let mut kept: Vec<String> = Vec::new();
     let layers = rng.random_range(1..=LAYERS);
     for layer in 0..layers {
         // A later entry of a layer must not go through what an earlier one has replaced: unpacking would fail on both sides.
@@ -116,7 +117,10 @@ fn random(rng: &mut StdRng) -> Vec<Part> {
                 _ => Kind::Opaque,
             };
             match &kind {
-                Kind::Dir => dirs.push(path.clone()),
+                Kind::Dir => {
+                    kept.retain(|known| known != &path);
+                    dirs.push(path.clone());
+                }
                 Kind::File(_) => files.push(path.clone()),
                 _ => {}
             }
@@ -126,9 +130,13 @@ fn random(rng: &mut StdRng) -> Vec<Part> {
                 if kind != Kind::Opaque {
                     dirs.retain(is_kept);
                 }
+                kept.retain(is_kept);
                 if matches!(kind, Kind::Whiteout | Kind::Opaque) || !matches!(kind, Kind::File(_)) {
                     files.retain(is_kept);
                 }
+            }
+            if matches!(kind, Kind::File(_)) {
+                kept.push(path.clone());
             }
             paths.push(path.clone());
             let mut entry = Entry::new(&path, kind, of(rng, &MODES).unwrap_or(0o644));
@@ -145,20 +153,29 @@ fn random(rng: &mut StdRng) -> Vec<Part> {
             parts.push(Part::Entry(layer, entry));
         }
     }
-    let somewhere = |rng: &mut StdRng| match rng.random_range(0..4) {
-        0 => format!("/{}", paths.choose(rng).cloned().unwrap_or_default()),
-        1 => format!("/{}/new", paths.choose(rng).cloned().unwrap_or_default()),
-        2 => "/not/there/yet".to_owned(),
-        _ => format!("/{}", of(rng, &NAMES).unwrap_or("a")),
+    // Where both refuse to put anything there is nothing to compare, so most places are possible ones.
+    let place = |rng: &mut StdRng, file: bool| {
+        let any = |rng: &mut StdRng, all: &[String]| all.choose(rng).cloned().unwrap_or_default();
+        let dir = any(rng, &dirs);
+        match rng.random_range(0..20) {
+            0..=5 if file && !kept.is_empty() => format!("/{}", any(rng, &kept)),
+            0..=5 if !file => format!("/{dir}"),
+            0..=11 => format!("/{dir}/new"),
+            12..=14 => "/not/there/yet".to_owned(),
+            15 | 16 => format!("/{}", any(rng, &paths)),
+            17 => format!("/{}/new", any(rng, &paths)),
+            _ => format!("/{}", of(rng, &NAMES).unwrap_or("a")),
+        }
     };
     if rng.random_bool(0.3) {
-        parts.push(Part::Volume(somewhere(rng)));
+        parts.push(Part::Volume(place(rng, false)));
     }
     if rng.random_bool(0.3) {
-        parts.push(Part::Directory(somewhere(rng)));
+        parts.push(Part::Directory(place(rng, false)));
     }
     if rng.random_bool(0.4) {
-        parts.push(Part::User(of(rng, &USERS).unwrap_or("0").to_owned()));
+        let user = if rng.random_bool(0.03) { "nobody-here" } else { of(rng, &USERS).unwrap_or("0") };
+        parts.push(Part::User(user.to_owned()));
     }
     if rng.random_bool(0.1) {
         parts.push(Part::RunAs(of(rng, &[0, 1000, 4242]).unwrap_or(0)));
@@ -167,8 +184,9 @@ fn random(rng: &mut StdRng) -> Vec<Part> {
         parts.push(Part::ReadOnly);
     }
     if rng.random_bool(0.4) {
-        let path = somewhere(rng);
-        parts.push(Part::Mount { path, file: rng.random_bool(0.4), read_only: rng.random_bool(0.4) });
+        let file = rng.random_bool(0.4);
+        let path = place(rng, file);
+        parts.push(Part::Mount { path, file, read_only: rng.random_bool(0.4) });
     }
     parts
 }

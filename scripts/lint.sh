@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-scripts=(scripts/*.sh scripts/node/* deploy/tests/*.sh .ci/run)
+scripts=(scripts/*.sh scripts/node/* deploy/tests/*.sh tests/e2e/tests/programs/*.sh .ci/run)
 # Run by busybox on a node.
 sh_scripts=(deploy/installer/installer deploy/tests/node-double/*)
 for script in "${scripts[@]}"; do bash -n "$script"; done

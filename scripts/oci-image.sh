@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Makes images as OCI archives, from what Debian has: no registry is asked. The stack's own two, or one of a directory.
 # usage: oci-image.sh busybox|pause NAME OUT.tar
-#        oci-image.sh tree NAME OUT.tar DIRECTORY [VOLUME…]
-# The same input gives the same bytes: times, owners and order are fixed.
+#        oci-image.sh tree|owned NAME OUT.tar DIRECTORY [VOLUME…]
+# The same input gives the same bytes: times, owners and order are fixed. With `owned`, files keep their owners.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
-[[ $# == 3 || (${1-} == tree && $# -ge 4) ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar, or tree NAME OUT.tar DIRECTORY [VOLUME…]"
+[[ $# == 3 || (${1-} =~ ^(tree|owned)$ && $# -ge 4) ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar, or tree|owned NAME OUT.tar DIRECTORY [VOLUME…]"
 kind=$1 name=$2 out=$(realpath -m "$3") rootfs=
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/layout/blobs/sha256" "$(dirname "$out")"
 
-archive() { tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --format=posix \
+owners=(--owner=0 --group=0)
+archive() { tar -C "$1" --sort=name --mtime=@0 "${owners[@]}" --numeric-owner --format=posix \
     --pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime -cf "$2" .; }
 size() { stat -c %s "$1"; }
 # blob FILE: moves it into the layout under its digest, prints the digest's hex.
@@ -53,7 +54,7 @@ busybox | pause)
     mkdir "$rootfs"
     "${kind}_rootfs" "$rootfs"
     ;;
-tree)
+tree | owned)
     rootfs=$4
     config='"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]'
     volumes=("${@:5}")
@@ -61,10 +62,12 @@ tree)
         config+=$(printf ',"%s":{}' "${volumes[@]}" | sed 's/^,/,"Volumes":{/; s/$/}/')
     fi
     ;;
-*) die "no image of kind '$kind': busybox, pause or tree" ;;
+*) die "no image of kind '$kind': busybox, pause, tree or owned" ;;
 esac
 
+[[ $kind != owned ]] || owners=()
 archive "$rootfs" "$work/layer"
+owners=(--owner=0 --group=0)
 layer_size=$(size "$work/layer")
 layer=$(blob "$work/layer")
 printf '{"architecture":"amd64","os":"linux","config":{%s},"rootfs":{"type":"layers","diff_ids":["sha256:%s"]},"history":[{"created_by":"scripts/oci-image.sh %s"}]}' \

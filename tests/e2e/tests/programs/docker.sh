@@ -9,6 +9,9 @@ mount -t tmpfs none /run
 trap 'tail -n 20 /var/log/docker.log >&2; /etc/init.d/docker stop >/dev/null 2>&1' EXIT
 # A container of a node that may not raise its limits cannot, either.
 sed -i 's/ulimit -.*/:/' /etc/init.d/docker
+# As containerd.service does: Docker's daemon gives a containerd of its own 15 s to start, which are too few for an emulated guest.
+containerd >/var/log/docker-containerd.log 2>&1 &
+soon ctr version
 /etc/init.d/docker start >&2
 soon docker info
 docker info -f '{{.Driver}}'

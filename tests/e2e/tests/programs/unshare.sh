@@ -9,6 +9,6 @@ unshare -T --boottime 1000000 sh -c 'test "$(cut -d. -f1 /proc/uptime)" -gt 1000
 setpriv --reuid 1000 --regid 1000 --clear-groups unshare -Urmpf --mount-proc sh -c 'id -u; cat /proc/self/uid_map; mount -t tmpfs none /mnt && echo mounted'
 ip netns add one && ip link add v0 type veth peer name v1 netns one && ip addr add 192.0.2.1/24 dev v0 && ip link set v0 up
 ip -n one addr add 192.0.2.2/24 dev v1 && ip -n one link set v1 up && ip -n one link set lo up
-ip netns exec one curl -s --connect-timeout 5 http://192.0.2.1:9/ || echo "curl: $?"
+ip netns exec one curl -s --connect-timeout 30 http://192.0.2.1:9/ || echo "curl: $?"
 ip -n one neigh show 192.0.2.1 | grep -c lladdr
 ip netns del one

@@ -15,11 +15,13 @@ status=0
 cargo test --no-fail-fast "$@" 2>&1 </dev/null | tee "$output" || status=$?
 ((status)) || exit 0
 
-# The last list of a program, after `failures:`, has the names of those that failed. Colours are taken out.
+# The last list of a program that failed, after `failures:`, has the names of its tests; cargo's own lines are indented as well.
+# Colours are taken out.
 mapfile -t failed < <(sed 's/\x1b\[[0-9;]*m//g' "$output" | awk '
-    /^failures:$/ { list = ""; next }
-    /^test result:/ { printf "%s", list; list = "" }
-    /^    [^ ]/ { list = list substr($0, 5) "\n" }' | sort -u)
+    /^failures:$/ { is_list = 1; list = ""; next }
+    /^test result: FAILED/ { printf "%s", list }
+    /^test result:/ { is_list = 0; list = "" }
+    is_list && /^    [^ ]/ { list = list substr($0, 5) "\n" }' | sort -u)
 ((${#failed[@]})) || die "failed before or outside of a test"
 # A program that was ended by a signal has no result, and its tests would not be run again.
 programs=$(grep -c '^error: test failed, to rerun pass' "$output" || true)

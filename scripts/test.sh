@@ -34,11 +34,7 @@ run() {
 }
 
 # counts PART: prints how many tests passed, failed and were passed over.
-counts() {
-    sed 's/\x1b\[[0-9;]*m//g' "$LOGS/$1.log" | awk '
-        /^test result:/ { gsub(/[^0-9 ]/, ""); passed += $1; failed += $2; ignored += $3 }
-        END { printf "%d %d %d", passed, failed, ignored }'
-}
+counts() { sed 's/\x1b\[[0-9;]*m//g' "$LOGS/$1.log" | awk -f scripts/test-counts.awk; }
 
 mkdir -p "$LOGS"
 began=$SECONDS
@@ -52,7 +48,7 @@ for part in "${parts[@]}"; do
     say "$part begins"
     started=$SECONDS result=ok
     run "$part" 2>&1 </dev/null | tee "$LOGS/$part.log" || { result=FAILED && failed=$((failed + 1)); }
-    read -r passed not over < <(counts "$part"; echo)
+    read -r passed not over < <(counts "$part")
     rows+=("$(printf '%-12s %-7s %5d s %7d %7d %7d' "$part" "$result" $((SECONDS - started)) "$passed" "$not" "$over")")
 done
 printf '\n%-12s %-7s %7s %7s %7s %7s\n' part result time passed failed ignored

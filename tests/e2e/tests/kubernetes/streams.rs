@@ -98,6 +98,8 @@ fn port_forward(run: &Run<'_>) -> Result<()> {
     let server = "mkdir /www; echo hello >/www/index.html; head -c 1048576 /dev/zero >/www/big; \
                   httpd -p 127.0.0.1:8080 -h /www; while :; do sleep 1; done";
     let pod = run.ready_pod("", container("c", server))?;
+    // Without a probe a pod is ready as soon as its container runs, and its server listens later.
+    pod.exec("c", "until wget -q -O /dev/null http://127.0.0.1:8080/; do sleep 0.2; done")?;
     let mut command = run.node.kubectl(&["port-forward", &pod.name, ":8080"]);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
     let mut lines = BufReader::new(child.stdout.take().context("stdout")?).lines();

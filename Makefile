@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 # fifth of the time.
 SANDBOXER_PROFILE ?= release
 export SANDBOXER_PROFILE
+# Of the Debian packages, what these need.
+demo up: export SANDBOXER_DEPS = demo
 demo test test-fast test-guests test-units test-core test-stack test-stack-rest soak: export SANDBOXER_PROFILE = quick
 
 # The agent is PID 1 of a guest that holds nothing else: one static binary, in a target directory of its own
@@ -32,7 +34,9 @@ SOAK_SECONDS ?= 180
 help: ## show this list
 	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z0-9-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
-demo: deps ## show and measure pods, each in its microVM; leaves nothing behind
+demo: ## show and measure pods, each in its microVM; leaves nothing behind (needs root)
+	@scripts/demo.sh check
+	@$(MAKE) deps
 	@scripts/side-by-side.sh programs kernel tools
 	@$(MAKE) guest-image
 	@scripts/demo.sh

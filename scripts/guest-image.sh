@@ -146,8 +146,10 @@ cached_kernel() {
     # Left by a build that was killed; the lock says that nobody uses it.
     rm -rf "$cache/kernel/.$key".*
     scratch=$(mktemp -d "$cache/kernel/.$key.XXXXXX")
+    # After Ctrl-C a compiler may still write for a moment. Then the second attempt removes the rest.
     # shellcheck disable=SC2064 # the directory is known now and gone from scope later
-    trap "rm -rf '$scratch'" EXIT
+    trap "rm -rf '$scratch' 2>/dev/null || { sleep 1; rm -rf '$scratch'; }" EXIT
+    trap 'exit 130' INT TERM HUP
     say "building kernel $key"
     # A subshell of its own `set -e`: inside `if` or `||` bash would ignore a failing step.
     set +e

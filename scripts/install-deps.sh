@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the missing Debian packages for building and running.
 # usage: install-deps.sh [--check]     --check: only print what is missing (exit 1 if anything is)
+# SANDBOXER_DEPS=demo: only what `make demo` and `make up` need, less than half of the packages.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -8,25 +9,30 @@ set -euo pipefail
 packages=(
     # the workspace: C linker, protobuf compiler with its well-known types, libseccomp for the guest agent
     gcc libc6-dev make pkg-config protobuf-compiler libprotobuf-dev libseccomp-dev git ca-certificates
-    # another processor, for make check-arm64
-    gcc-aarch64-linux-gnu libc6-dev-arm64-cross
-    # libFuzzer, for make fuzz
-    g++
     # the guest kernel
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
     # a pod: its VMM, its root file system
     qemu-system-x86 erofs-utils e2fsprogs
-    # the list of the guest image's parts; the package, and its check
-    jq dpkg-dev lintian
-    # the chart: the image of its installer, and its tests
-    busybox-static curl python3-yaml openssl dash
+    # the list of the guest image's parts
+    jq
+    # the stack to play with: an image, a pod network
+    busybox-static containernetworking-plugins iproute2 util-linux mount procps
+)
+others=(
+    # another processor, for make check-arm64
+    gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+    # libFuzzer, for make fuzz
+    g++
+    # the package, and its check
+    dpkg-dev lintian
+    # the chart's tests
+    curl python3-yaml openssl dash
     # the node VM: its root and its initrd
     mmdebstrap kmod
     # the emulator of the node VM
     ninja-build meson python3 libglib2.0-dev libpixman-1-dev zlib1g-dev libfdt-dev libattr1-dev libcap-ng-dev
-    # the stack to play with: an image, a pod network
-    containernetworking-plugins iproute2 util-linux mount procps
 )
+[[ ${SANDBOXER_DEPS:-} == demo ]] || packages+=("${others[@]}")
 
 command -v dpkg-query >/dev/null || die "this is not a Debian system: install the equivalents of: ${packages[*]}"
 
@@ -48,7 +54,10 @@ if ((${#missing[@]})); then
     fi
     [[ $(id -u) == 0 ]] || die "as root, run: apt-get update && apt-get install --no-install-recommends ${missing[*]}"
     say "installing ${missing[*]}"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
+    # Without --error-on an unreachable mirror is only a warning, and the packages are then not found.
+    apt-get update -qq --error-on=any ||
+        die "cannot read the package lists (apt's reason is above): give this host a Debian mirror, or install by other means: ${missing[*]}"
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2 ||
+        die "cannot install the packages (apt's reason is above): mend that, then run this again"
 fi
 ((${#toolchains[@]} == 0)) || die "install the toolchains named above, then run this again"

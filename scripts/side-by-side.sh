@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes several targets at the same time, says how far each is, and shows the end of the output of those that failed.
+# Makes several targets at the same time, and says how far each is. The first that fails ends the others, and the end of its
+# output is shown.
 # usage: side-by-side.sh TARGET…
 # Each target's output is in target/logs/TARGET.log. On a terminal there is one live line for all; elsewhere a line now and then.
 set -euo pipefail
@@ -20,6 +21,8 @@ end() {
     trap - INT TERM HUP EXIT
     local target
     for target in "${!pids[@]}"; do kill -TERM -- "-${pids[$target]}" 2>/dev/null || true; done
+    # A second Ctrl-C must not cut their tidying short.
+    trap '' INT TERM HUP
     wait
 }
 
@@ -75,12 +78,15 @@ shown=$SECONDS
 while ((${#pids[@]})); do
     sleep 1
     for target in "${!pids[@]}"; do look "$target"; done
+    ((${#failed[@]} == 0)) || break
     ((SECONDS - shown < PAUSE)) || { shown=$SECONDS && progress "$@"; }
 done
 progress "$@"
 [[ ! -t 2 ]] || echo >&2
+((${#failed[@]})) || exit 0
+end
 for target in "${failed[@]}"; do
-    say "the last lines of $LOGS/$target.log:"
     tail -n "$SHOWN" "$LOGS/$target.log" >&2
+    say "$target failed: the lines above are the end of $LOGS/$target.log"
 done
-((${#failed[@]} == 0))
+exit 1

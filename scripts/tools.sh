@@ -24,9 +24,15 @@ go_tool() {
         say "building $name $version into $dir"
         rm -rf "$dir.partial"
         mkdir -p "$dir.partial/bin" "$dir"
-        go_install "$dir.partial/bin" "$ldflags" "$tags" "$@" >&2 || die "could not build $name $version"
+        # Nothing half-built stays, also after Ctrl-C.
+        # shellcheck disable=SC2064 # the directory is known now
+        trap "rm -rf '$dir.partial'; rmdir '$dir' 2>/dev/null || true" EXIT
+        trap 'exit 130' INT TERM HUP
+        go_install "$dir.partial/bin" "$ldflags" "$tags" "$@" >&2 ||
+            die "could not build $name $version (go's reason is above; it downloads by GOPROXY=$(go env GOPROXY))"
         mv -T "$dir.partial/bin" "$dir/bin"
         rmdir "$dir.partial"
+        trap - EXIT INT TERM HUP
     fi
     printf '%s\n' "$dir/bin"
 }

@@ -252,6 +252,8 @@ uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
 	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(addprefix $(DESTDIR),$(COMPLETIONS))
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
+	@for dir in $(addprefix $(DESTDIR),/usr/share/man/man1 /usr/share/man/man8 $(dir $(COMPLETIONS))); do \
+		if [[ -d $$dir ]]; then rmdir --parents --ignore-fail-on-non-empty "$$dir"; fi; done
 
 deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
 	@scripts/deb.sh $(REVISION)

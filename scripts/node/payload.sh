@@ -11,7 +11,9 @@ set -euo pipefail
 OUT=$ROOT/target/node
 # Space for the tree and the image, with test programs, while both exist.
 NEEDED_MIB=1536
-PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1 sandboxer-failing)
+PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1)
+# The daemon with failpoints, if it was built after the other one.
+FAILING=target/release/sandboxer-failing
 
 check_host() {
     local tool free
@@ -76,6 +78,7 @@ pack() {
     for program in "${PROGRAMS[@]}"; do
         [[ ! -f $ROOT/target/release/$program ]] || lay "$ROOT/target/release/$program"
     done
+    [[ ! -f $ROOT/$FAILING || $ROOT/$FAILING -ot $ROOT/target/release/sandboxer ]] || lay "$ROOT/$FAILING"
     lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
     # shellcheck disable=SC2046 # nothing, or one word
     for tool in $("$ROOT/scripts/tools.sh") $([[ ${STACK_GVISOR:-${NODE_BENCH:-0}} != 1 ]] || "$ROOT/scripts/tools.sh" gvisor); do

@@ -1,12 +1,17 @@
 #!/usr/bin/env bash
 # Checks the Debian package: equal bytes from two builds, lintian, and its life in a node VM with systemd and a real containerd:
 # apt install, a pod, an upgrade under the pod, a removal that is refused, remove, purge, no trace. Prints the time of each step.
+# It installs, uses and removes by the commands of docs/first-hour.md, and builds by those too.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 log=$ROOT/target/test-deb.log
 
+# The page's blocks for a machine with a clone: each lies between its comment and the end of the fence.
+blocks=$(sed -n '/^<!-- host: /,/^```$/{/^[<`]/d;p}' docs/first-hour.md)
+[[ $blocks == *"make deb"* ]] || die "docs/first-hour.md does not say how to build the package"
+bash -euxc "$blocks" </dev/null >&2
 first=$(scripts/deb.sh 1)
 sum=$(sha256sum "$first")
 [[ $(scripts/deb.sh 1) == "$first" && $(sha256sum "$first") == "$sum" ]] || die "two builds of $first have different bytes"
@@ -18,9 +23,12 @@ lintian --fail-on error --info --allow-root "$first"
 test=$(cargo test --quiet --no-run --message-format=json -p sandboxer-e2e --test package |
     sed -n 's|.*"executable":"\([^"]*/deps/package-[0-9a-f]*\)".*|\1|p')
 [[ -n $test ]] || die "cargo named no test program"
+# A node that builds nothing has neither.
+crictl=$(scripts/tools.sh crictl)/crictl
 scripts/node.sh build "$test" "$first" "$later"
 status=0
 attended scripts/node.sh run --memory 4096 --limit 600 --stall 200 --out "$ROOT/target/test-deb" \
+    --program "$crictl" --program "$(command -v make)" \
     -- scripts/node/package.sh "$test" "$first" "$later" 2>&1 | tee "$log" || status=$?
 ((status == 0)) || exit "$status"
 # Outside a node the test is ignored.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
-# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm, kubernetes (API server, kubelet, kubectl), apiserver (of Kubernetes, that alone) or
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc, crictl, helm, kubernetes (API server, kubelet, kubectl), apiserver (of Kubernetes, that alone) or
 #                              gvisor (runsc and its shim, for comparison); default: containerd and runc
 # Building from the module proxy takes about two minutes on two cores (gVisor: three more; Kubernetes: 3 to 25, by what Go has in its caches); the second call takes none.
 set -euo pipefail
@@ -9,6 +9,7 @@ set -euo pipefail
 
 CONTAINERD=${CONTAINERD_VERSION:-2.4.2}
 RUNC=${RUNC_VERSION:-1.5.2}
+CRICTL=${CRICTL_VERSION:-1.34.0}
 HELM=${HELM_VERSION:-3.22.0}
 KUBERNETES=${KUBERNETES_VERSION:-1.34.2}
 # A commit of gVisor's branch `go`, which has no tags. Newer ones need a newer Go.
@@ -105,6 +106,10 @@ runc() {
     go_tool runc "$RUNC" "-X main.version=$RUNC" seccomp github.com/opencontainers/runc@v"$RUNC"
 }
 
+crictl() {
+    go_tool crictl "$CRICTL" "-X sigs.k8s.io/cri-tools/pkg/version.Version=v$CRICTL" "" sigs.k8s.io/cri-tools/cmd/crictl@v"$CRICTL"
+}
+
 helm() {
     go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
 }
@@ -144,10 +149,11 @@ for tool in "$@"; do
     case $tool in
     containerd) with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd ;;
     runc) with_lock "$CACHE/tools/.lock-runc-$RUNC" runc ;;
+    crictl) with_lock "$CACHE/tools/.lock-crictl-$CRICTL" crictl ;;
     helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
     kubernetes) with_lock "$CACHE/tools/.lock-kubernetes-$KUBERNETES" kubernetes ;;
     apiserver) with_lock "$CACHE/tools/.lock-apiserver-$KUBERNETES" apiserver ;;
     gvisor) with_lock "$CACHE/tools/.lock-gvisor-$GVISOR" gvisor ;;
-    *) die "no tool '$tool': containerd, runc, helm, kubernetes, apiserver or gvisor" ;;
+    *) die "no tool '$tool': containerd, runc, crictl, helm, kubernetes, apiserver or gvisor" ;;
     esac
 done

@@ -15,6 +15,8 @@ mkdir -p /var/lib/apt/lists/partial /var/cache/apt/archives/partial
 rm -f /etc/dpkg/dpkg.cfg.d/*
 
 install -m 0755 "$SANDBOXER_CACHE"/tools/containerd-*/bin/{containerd,ctr} /usr/local/bin/
+# As on a host where somebody fetches by hand.
+ln -s "$(command -v busybox)" /usr/local/bin/wget
 mkdir -p /etc/containerd/conf.d /etc/cni/net.d /opt/cni
 ln -s /usr/lib/cni /opt/cni/bin
 cat >/etc/systemd/system/containerd.service <<'UNIT'

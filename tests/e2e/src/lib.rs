@@ -15,6 +15,7 @@ pub mod image;
 pub mod insist;
 pub mod kubelet;
 pub mod ledger;
+pub mod page;
 pub mod stack;
 pub mod stream;
 

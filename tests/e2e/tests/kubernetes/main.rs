@@ -2,8 +2,9 @@
 //! A difference is either in `differences.json`, with its reason, or fails the run; so does one that no longer shows.
 //!
 //! Only with `SANDBOXER_E2E_KUBERNETES=1`, which `make test-kubernetes` sets; elsewhere the test is counted as ignored.
-//! `SANDBOXER_E2E_ONLY=probes,faults::vm_killed` selects files and cases. `SANDBOXER_E2E_TABLE=docs/compatibility.md`
-//! writes what ran into the table of that document. `SANDBOXER_E2E_KEEP=1` leaves the node up.
+//! `SANDBOXER_E2E_ONLY=probes,faults::vm_killed` selects files and cases; `first_hour` is what docs/first-hour.md has for a
+//! cluster. `SANDBOXER_E2E_TABLE=docs/compatibility.md` writes what ran into the table of that document.
+//! `SANDBOXER_E2E_KEEP=1` leaves the node up.
 
 mod faults;
 mod lifecycle;
@@ -27,6 +28,7 @@ use libtest_mimic::{Arguments, Trial};
 use node::Node;
 use observed::Outcomes;
 use pods::Run;
+use sandboxer_e2e::page::Page;
 
 const CLASSES: [&str; 2] = ["sandboxer", "runc"];
 
@@ -94,6 +96,7 @@ fn run() -> Result<()> {
     let node = Node::up()?;
     println!("node: {}, up in {:.1} s", node.stack().dir().display(), began.elapsed().as_secs_f64());
     let selected: Vec<_> = all.into_iter().filter(|entry| is_selected(entry.name)).collect();
+    let page = if is_selected("first_hour") { first_hour(&node) } else { Ok(()) };
     let outcomes = Mutex::new(Outcomes::new());
     let (alone, together): (Vec<Entry>, Vec<Entry>) = selected.into_iter().partition(|entry| entry.is_alone);
     run_all(&node, &together, AT_ONCE, &outcomes);
@@ -114,6 +117,7 @@ fn run() -> Result<()> {
     let errors: Vec<_> = verdicts
         .iter()
         .flat_map(|verdict| verdict.errors.iter().map(|error| format!("{}: {error}", verdict.case)))
+        .chain(page.err().map(|error| format!("{error:#}")))
         .collect();
     if !errors.is_empty() {
         eprintln!("{}", node.stack().log_tails(15));
@@ -121,6 +125,19 @@ fn run() -> Result<()> {
     let down = node.down();
     ensure!(errors.is_empty(), "kubelet saw what it does not see of runc:\n{}", errors.join("\n"));
     down
+}
+
+/// Runs what docs/first-hour.md has for a cluster.
+fn first_hour(node: &Node) -> Result<()> {
+    let page = Page::read("first-hour.md")?;
+    let dir = tempfile::tempdir()?;
+    let mut reader = page.at("cluster", dir.path())?;
+    let path = std::env::var("PATH").unwrap_or_default();
+    reader.set("PATH", format!("{}:{path}", node.stack().dir().join("bin").display()));
+    reader.run("class")?;
+    let said = reader.run("pod")?;
+    ensure!(said.contains("hello from Linux ") && said.contains("-sandboxer"), "{said}");
+    reader.end()
 }
 
 /// Runs cases on both classes, so many at a time.

@@ -6,17 +6,20 @@ mod trace;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::{Arguments, Trial};
 use node::{Node, Running, apt, run};
+use sandboxer_e2e::page::{Page, Visit};
 use trace::Trace;
 
 /// Names the two packages, of which the second is the later one, separated by a colon.
 const PACKAGES: &str = "SANDBOXER_E2E_PACKAGES";
 const CONFIG: &str = "/etc/sandboxer/config.toml";
 const CONTAINERD_CONFIG: &str = "/etc/containerd/config.toml";
+/// The page whose commands install, use and remove it.
+const PAGE: &str = "first-hour.md";
 const DROP_IN: &str = "/etc/containerd/conf.d/sandboxer.toml";
 
 fn main() -> ExitCode {
@@ -50,23 +53,35 @@ async fn story() -> Result<()> {
 }
 
 async fn used(node: &mut Node, first: &Path, later: &Path) -> Result<()> {
-    let pod = installed(node, first).await?;
+    let page = Page::read(PAGE)?;
+    let dir = tempfile::tempdir()?;
+    let name = first.file_name().context("a package has a name")?;
+    std::os::unix::fs::symlink(first, dir.path().join(name))?;
+    let mut reader = page.at("node", dir.path())?;
+    reader.set("DEBIAN_FRONTEND", "noninteractive");
+    let begin = Instant::now();
+    installed(node, &mut reader).await?;
+    first_pod(node, &mut reader, begin).await?;
+    let pod = node.first_pod().await?;
     upgraded(node, later, &pod).await?;
     not_taken_over(&pod).await?;
     not_removed(node, &pod).await?;
-    removed(node, pod).await?;
-    purged(node).await
+    removed(node, &mut reader, pod).await?;
+    purged(node, &mut reader).await?;
+    reader.end()?;
+    from_source(node, &page, dir.path()).await?;
+    // Processes that have just ended leave the tables a moment later.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    Ok(())
 }
 
-/// From nothing to a pod, by the steps of README.Debian.
-async fn installed(node: &mut Node, package: &Path) -> Result<Running> {
-    let begin = std::time::Instant::now();
-    node.step("apt install", async || apt(&["install", &package.display().to_string()])).await?;
-    run("systemctl", &["is-active", "sandboxer"])?;
+/// From nothing to a node that can run pods.
+async fn installed(node: &mut Node, reader: &mut Visit<'_>) -> Result<()> {
+    node.step("apt install", async || reader.run("install").map(drop)).await?;
     run("systemctl", &["is-enabled", "sandboxer"])?;
     ensure!(!Path::new(DROP_IN).exists(), "the package has changed containerd's configuration");
     run("sandboxer", &["--check-config"])?;
-    // Measurements of KVM's speed mean nothing here: docs/decisions/0009-node-vm.md.
+    // Not on the page: measurements of KVM's speed mean nothing here. See docs/decisions/0009-node-vm.md.
     let text = std::fs::read_to_string(CONFIG)?;
     let changed = text.replace("\n# accelerator = \"auto\"\n", "\naccelerator = \"kvm\"\n");
     ensure!(changed != text, "{CONFIG} has no comment of the default accelerator");
@@ -75,15 +90,52 @@ async fn installed(node: &mut Node, package: &Path) -> Result<Running> {
         run("systemctl", &["reload", "sandboxer"]).map(drop)
     })
     .await?;
-    node.step("drop-in for containerd, and its restart", async || {
-        std::fs::write(CONTAINERD_CONFIG, run("containerd", &["config", "default"])?)?;
-        std::fs::copy("/usr/share/sandboxer/containerd.toml", DROP_IN)?;
-        run("systemctl", &["restart", "containerd"]).map(drop)
-    })
-    .await?;
-    let pod = node.first_pod().await?;
-    node.note("all from apt install to the first line of a container", begin.elapsed());
-    Ok(pod)
+    said_of(reader, "no runtime for \"sandboxer\" is configured")?;
+    node.step("drop-in for containerd, its restart, and check", async || reader.run("containerd").map(drop))
+        .await
+}
+
+/// The pod of the page: start, a look, metrics, the commands for a failure, removal.
+async fn first_pod(node: &mut Node, reader: &mut Visit<'_>, begin: Instant) -> Result<()> {
+    let said = node.step("the page's pod, to its log", async || reader.run("pod")).await?;
+    node.note("all from apt install to that log", begin.elapsed());
+    let hello = said.lines().last().unwrap_or_default();
+    let kernels: Vec<_> = said.lines().rev().skip(1).take(2).collect();
+    ensure!(kernels.len() == 2 && kernels[0] != kernels[1], "one kernel of pod and node: {said}");
+    ensure!(hello == format!("hello from Linux {}", kernels[1]), "{said}");
+    let seen = node.step("a look at it", async || reader.run("look")).await?;
+    ensure!(seen.contains("first") && seen.contains("container_start"), "{seen}");
+    let metrics = node.step("metrics, with a reload", async || reader.run("metrics")).await?;
+    ensure!(metrics.contains("sandboxer_pods 1"), "{metrics}");
+    node.step("removal of the page's pod", async || reader.run("pod removal").map(drop)).await?;
+    let listed = reader.shell("crictl pods --quiet")?;
+    ensure!(listed.is_empty(), "{listed}");
+    reader.run("failed")?;
+    run("systemctl", &["stop", "sandboxer"])?;
+    said_of(reader, "/run/sandboxer/controller.sock")?;
+    run("systemctl", &["start", "sandboxer"])?;
+    // What containerd kept of the pod that did not start.
+    reader.shell("crictl rmp --all --force").map(drop)
+}
+
+/// What the page's table of errors promises that the start of a pod says.
+fn said_of(reader: &Visit<'_>, words: &str) -> Result<()> {
+    let refused = reader.shell("CRI_CONFIG_FILE=$PWD/crictl.yaml crictl runp --runtime sandboxer pod.json");
+    let said = format!("{:#}", refused.err().context("a pod started on a node that cannot run it")?);
+    // Where it is no terminal, crictl escapes quotes.
+    ensure!(said.replace('\\', "").contains(words), "{said}");
+    Ok(())
+}
+
+/// The same without a package, and its removal.
+async fn from_source(node: &mut Node, page: &Page, dir: &Path) -> Result<()> {
+    let clone = std::fs::read_to_string("/node/ctl/root").context("where the clone is")?;
+    let mut reader = page.at("source", dir)?;
+    reader.enter(Path::new(&clone));
+    node.step("make install", async || reader.run("install").map(drop)).await?;
+    run("systemctl", &["is-active", "sandboxer"])?;
+    node.step("make uninstall", async || reader.run("remove").map(drop)).await?;
+    reader.end()
 }
 
 async fn upgraded(node: &mut Node, package: &Path, pod: &Running) -> Result<()> {
@@ -139,9 +191,9 @@ async fn not_removed(node: &mut Node, pod: &Running) -> Result<()> {
     run("systemctl", &["is-active", "sandboxer"]).map(drop)
 }
 
-async fn removed(node: &mut Node, pod: Running) -> Result<()> {
+async fn removed(node: &mut Node, reader: &mut Visit<'_>, pod: Running) -> Result<()> {
     node.step("removal of the pod", async || pod.remove().await).await?;
-    node.step("apt remove", async || apt(&["remove", "sandboxer"])).await?;
+    node.step("apt remove", async || reader.run("remove").map(drop)).await?;
     for gone in ["/usr/bin/sandboxer", "/usr/lib/sandboxer", "/run/sandboxer"] {
         ensure!(!Path::new(gone).exists(), "{gone} is still there");
     }
@@ -152,15 +204,11 @@ async fn removed(node: &mut Node, pod: Running) -> Result<()> {
     Ok(())
 }
 
-async fn purged(node: &mut Node) -> Result<()> {
-    node.step("apt purge", async || apt(&["purge", "sandboxer"])).await?;
-    std::fs::remove_file(DROP_IN)?;
+async fn purged(node: &mut Node, reader: &mut Visit<'_>) -> Result<()> {
+    // The node had none.
     std::fs::remove_file(CONTAINERD_CONFIG)?;
-    node.step("containerd's restart without the drop-in", async || {
-        run("systemctl", &["restart", "containerd"]).map(drop)
+    node.step("apt purge, and containerd's restart without the drop-in", async || {
+        reader.run("purge").map(drop)
     })
-    .await?;
-    // Processes that have just ended leave the tables a moment later.
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    Ok(())
+    .await
 }

@@ -210,6 +210,12 @@ bench-kata: ## measure Kata, from its files in KATA_DIR (see docs/compare-kata.m
 	@$(MAKE) node emulator
 	@scripts/bench-kata.sh
 
+# gVisor's release for containerd is built from its Go modules: Debian's package has no shim (docs/workloads.md).
+bench-gvisor: ## measure gVisor beside sandboxer and runc: start-up, groups of 8, memory, commands; an hour
+	@STACK_GVISOR=1 $(MAKE) node emulator
+	@export STACK_GVISOR=1 BENCH_OTHERS=gvisor BENCH_OUT=target/bench-gvisor BENCH_VMMS=qemu; \
+	BENCH_SERIAL=10 BENCH_GROUP=8 BENCH_COUNTS=1,5,10 scripts/bench-kvm.sh serial groups memory commands
+
 bench-gate: node emulator ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %
 	@scripts/bench-gate.sh
 

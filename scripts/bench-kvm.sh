@@ -8,17 +8,19 @@
 #   pooled   the same with a pool of as many VMs as a group has pods; into a report of its own, target/bench-kvm/pooled
 #   sustained  BENCH_SUSTAINED (60) starts without pauses: pods a minute, and processor time a pod
 #   memory   PSS at 1, 10 and 50 pods
+#   commands BENCH_EXECS (20) commands in a running container, of the pool's handler and of runc
 # (default: serial groups pooled sustained memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (3; fewer give no interval), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_MEMORY (MiB of each node),
 # BENCH_OTHERS (handlers beside runc, such as gvisor, whose payload is made with STACK_GVISOR=1 make node), BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
+# BENCH_OUT (target/bench-kvm) is where results go.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 # shellcheck source=scripts/node/parts.sh
 . "$(dirname "$0")/node/parts.sh"
 cd "$ROOT"
-OUT=$ROOT/target/bench-kvm
+OUT=$(realpath -m "${BENCH_OUT:-$ROOT/target/bench-kvm}")
 RUNS=$OUT/runs
 CLI=$ROOT/target/release/sandboxer-cli
 failed=()
@@ -81,6 +83,10 @@ memory() {
     [[ $vmm != qemu ]] || measured+=(runc "${others[@]}")
     in_node "$vmm-memory" "${BENCH_POOL:-2}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
 }
+commands() {
+    in_node "$vmm-commands" "${BENCH_POOL:-2}" commands "${BENCH_EXECS:-20}" "sandboxer$suffix" runc "${others[@]}"
+    cat "$RUNS/$vmm-commands.log"
+}
 
 # result NAME DIR…: merges several runs into one result.
 result() {
@@ -98,7 +104,7 @@ if [[ ${1:-} == --fresh ]]; then
 fi
 parts=("$@")
 ((${#parts[@]})) || parts=(serial groups pooled sustained memory)
-for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|sustained|memory)$ ]] || die "no such part '$part'"; done
+for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|sustained|memory|commands)$ ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
 read -ra others <<<"${BENCH_OTHERS:-}"
 vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}${FIRECRACKER:+ firecracker}}
@@ -126,7 +132,7 @@ startups=() pooled=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
-    parts) ;;
+    parts | *-commands) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
     *-pooled) pooled+=("$run") ;;

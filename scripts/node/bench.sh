@@ -3,11 +3,12 @@
 # usage: bench.sh startup NAME FIRST PARTS SERIAL GROUP HANDLER…  PARTS parts, $NODE_OUT/NAME.FIRST and following: SERIAL starts of each
 #                                                                 and a group of GROUP (0: no group)
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
+#        bench.sh commands NAME COUNT HANDLER…                    COUNT commands in a container of each, into $NODE_OUT/NAME
 # Of a payload that was made with NODE_VM=1, HANDLER may be vm; it may be native in any.
 # Of a stack with STACK_GVISOR=1, whose payload has gVisor, HANDLER may be gvisor. BENCH_ARGUMENTS are further arguments of `sandboxer-cli startup`
 # or `mem-report`, such as "--network host --baseline runc".
 # NODE_PREPARE names a script that is sourced before the stack starts. STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
-# pool fills). START_TIMEOUT (60) bounds one start.
+# pool fills). START_TIMEOUT (60) bounds one start. BENCH_DAEMON=no leaves sandboxer out, for other runtimes alone.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -58,10 +59,12 @@ finish() {
 [[ -z ${NODE_PREPARE:-} ]] || . "$NODE_PREPARE"
 warm
 trap finish EXIT
-scripts/stack.sh up "$dir"
+daemon=() client=()
+[[ ${BENCH_DAEMON:-yes} == yes ]] || daemon=(--no-daemon) client=(--client) POOL=0
+scripts/stack.sh up "$dir" "${daemon[@]}"
 # shellcheck source=/dev/null
 . "$dir/env"
-sandboxer-cli version
+sandboxer-cli version "${client[@]}"
 settle
 runtimes=() vm_disk=() failed=0
 read -ra more <<<"${BENCH_ARGUMENTS:-}"
@@ -79,6 +82,13 @@ memory)
     shift
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
     COLUMNS=180 sandboxer-cli mem-report "${runtimes[@]}" "${vm_disk[@]}" "${more[@]}" --sweep "$counts" --repeat 1 --timeout 300 --output "$NODE_OUT/$name"
+    ;;
+commands)
+    count=$1
+    shift
+    for handler in "$@"; do runtimes+=(--runtime "$handler"); done
+    mkdir -p "$NODE_OUT/$name"
+    COLUMNS=180 sandboxer-cli streams "${runtimes[@]}" "${more[@]}" --execs "$count" --logs 0 --output "$NODE_OUT/$name/report.json"
     ;;
 *) die "no such measurement '$verb'" ;;
 esac

@@ -11,7 +11,7 @@ use sandboxer_host::{network::NetworkError, rootfs::RootfsError, volume::VolumeE
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 use sandboxer_vmm::VmmError;
 
-use crate::{share::ShareError, state::PodState};
+use crate::share::ShareError;
 
 /// An error of a request about a pod.
 #[derive(Debug, thiserror::Error)]
@@ -76,16 +76,6 @@ pub enum PodError {
         subject: String,
         /// The error of the last attempt.
         reason: String,
-    },
-    /// The pod's task attempted an illegal state transition: a bug.
-    #[error("pod {pod} is {from} and cannot become {to}: this is a fault of sandboxer, please report it")]
-    Transition {
-        /// The pod's id.
-        pod: SandboxId,
-        /// The pod's state.
-        from: PodState,
-        /// The rejected next state.
-        to: PodState,
     },
     /// An error shared by all waiters of one operation.
     #[error(transparent)]
@@ -222,8 +212,7 @@ impl PodError {
             Self::Vmm(_)
             | Self::Path { .. }
             | Self::Front { .. }
-            | Self::Failed { .. }
-            | Self::Transition { .. } => Code::Internal,
+            | Self::Failed { .. } => Code::Internal,
         }
     }
 }

@@ -9,7 +9,7 @@ use futures::StreamExt;
 use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 
-use super::{DaemonState, PodHandle};
+use super::{daemon_state::DaemonState, handle::PodHandle};
 use crate::state::PodState;
 
 /// Interval of comparisons. The agent's time constant assumes it (`timekeeper.rs` there).

@@ -18,7 +18,9 @@ use tokio::{
     sync::{Semaphore, oneshot},
     task::JoinSet,
 };
+use tokio_util::task::AbortOnDropHandle;
 
+use super::spec::PodSpec;
 use crate::error::PodError;
 
 /// Maximum number of concurrent connections of a pod: half of the agent's limit.
@@ -35,8 +37,36 @@ const QUIET: Duration = Duration::from_secs(60);
 /// Number of unanswered probes after which the client counts as gone.
 const QUESTIONS: u32 = 6;
 
+/// The forwarding of ports to a running pod. Ends when dropped.
+#[derive(Debug)]
+pub struct Forwarding {
+    _task: AbortOnDropHandle<()>,
+    /// The pod's listeners on the host.
+    host_ports: Vec<net::TcpListener>,
+}
+
+impl Forwarding {
+    /// Begins to forward: connections in the pod's network namespace or, if it has none, those of `host_ports`.
+    pub fn begin(spec: &PodSpec, host_ports: Vec<net::TcpListener>, agent: Agent) -> Self {
+        let (pod, netns) = (spec.id.clone(), spec.netns.clone());
+        let copies = host_ports.iter().filter_map(|listener| listener.try_clone().ok()).collect();
+        let forwarding = async move {
+            match netns {
+                Some(netns) => serve(pod, &netns, agent).await,
+                None => serve_host(pod, host_ports, agent).await,
+            }
+        };
+        Self { _task: AbortOnDropHandle::new(tokio::spawn(forwarding)), host_ports: copies }
+    }
+
+    /// Ends the forwarding. Returns the pod's listeners on the host, which are still open.
+    pub fn end(self) -> Vec<net::TcpListener> {
+        self.host_ports
+    }
+}
+
 /// Forwards connections to the loopback of the pod's namespace `netns`, until the returned future is dropped.
-pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
+async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
     if let Err(error) = try_serve(&pod, netns, agent).await {
         // The pod works without port forwarding.
         tracing::warn!(%pod, error = chain(&error), "cannot forward ports to the pod");
@@ -57,7 +87,7 @@ async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), Po
 }
 
 /// Forwards connections of `listeners` on the host to the same ports of the pod, until the returned future is dropped.
-pub async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
+async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
     if let Err(error) = carry(&pod, listeners, agent).await {
         tracing::error!(%pod, error = chain(&error), "cannot forward the host's ports to the pod");
     }

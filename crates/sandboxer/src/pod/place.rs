@@ -1,15 +1,36 @@
-//! Places a pod that starts: takes a new place, or the place of a VM from the pool, and gives its cgroup the CPUs.
+//! The place of a pod's VMM on the host, and its choice at the pod's start.
 
 use sandboxer_process::cgroup::Bounds;
 
-use super::{DaemonState, placer::Placement, pool::Warm, spec::PodSpec, stop, undo::Undo};
+use super::{
+    daemon_state::DaemonState,
+    placer::{Placement, Placer},
+    spec::PodSpec,
+};
 use crate::{error::PodError, template::Kind};
 
 /// Reason why a pod cannot be placed.
 pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
-/// Takes a place for the pod's VM.
-pub fn take(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Placement, PodError> {
+/// The place of a pod's VMM on the host.
+#[derive(Debug, Clone, Default)]
+pub struct Place {
+    /// The NUMA node, and why.
+    pub placement: Placement,
+    /// The CPUs and memory nodes that the VMM was last confined to.
+    pub bounds: Bounds,
+}
+
+impl Place {
+    /// Returns the place of a VMM that is confined to its NUMA node.
+    pub fn new(placer: &Placer, placement: Placement) -> Self {
+        let bounds = placer.bounds(placement.seat.as_ref());
+        Self { placement, bounds }
+    }
+}
+
+/// Chooses the place of the pod's VM.
+pub fn choose(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Place, PodError> {
     check_huge_pages(node, spec, kind)?;
     let seat = match spec.huge_pages {
         true => node.placer.seat_in_huge_pages(kind.shape),
@@ -23,7 +44,7 @@ pub fn take(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Placement,
     if placement.seat.is_none() && !placement.reason.is_empty() {
         tracing::info!(pod = %spec.id, reason = placement.reason, "the pod is not placed on a NUMA node");
     }
-    Ok(placement)
+    Ok(Place::new(&node.placer, placement))
 }
 
 /// Rejects a pod in huge pages with a VMM that cannot reserve them.
@@ -38,44 +59,4 @@ fn check_huge_pages(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<()
         spec.id,
         vmm.info().name
     )))
-}
-
-/// Returns the placement of a pod that gets a VM from the pool, which already has memory on its node.
-pub fn of_warm(spec: &PodSpec, wanted: &Placement, warm: &Warm) -> Placement {
-    let Some(seat) = warm.seat.clone().filter(|seat| Some(seat.node()) != wanted.node()) else {
-        return wanted.clone();
-    };
-    let instead = wanted.node().map_or_else(String::new, |node| format!(", none on node {node}"));
-    let placement = Placement { reason: format!("a VM of the pool waited there{instead}"), seat: Some(seat) };
-    tracing::info!(pod = %spec.id, node = placement.node(), reason = placement.reason, "the pod is placed where its VM is");
-    placement
-}
-
-/// Creates the pod's cgroup, if CRI names a parent, restricted to the CPUs of the pod's place. Returns the placement:
-/// none if the cgroup cannot be restricted.
-pub fn make_group(
-    node: &DaemonState,
-    spec: &PodSpec,
-    placement: Placement,
-    undo: &mut Undo,
-) -> Result<Placement, PodError> {
-    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(placement) };
-    cgroup.make().map_err(|(path, source)| {
-        let action = "make control group";
-        PodError::Path { pod: spec.id.clone(), action, path, source }
-    })?;
-    let (of, made) = (spec.id.clone(), cgroup.clone());
-    undo.push("remove the control group", async move { stop::leave(&of, &made).await });
-    let bounds = node.placer.bounds(placement.seat.as_ref());
-    if bounds == Bounds::default() {
-        return Ok(placement);
-    }
-    Ok(match cgroup.restrict(&bounds) {
-        Ok(()) => placement,
-        Err((path, error)) => {
-            tracing::warn!(pod = %spec.id, path = %path.display(), %error,
-                "cannot restrict the pod's control group to CPUs: it is not placed");
-            Placement::none(format!("cannot restrict {}: {error}", path.display()))
-        }
-    })
 }

@@ -7,7 +7,7 @@ use std::{
 
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 
-use super::PodHandle;
+use super::handle::PodHandle;
 use crate::error::PodError;
 
 /// All pods of this node.

@@ -19,9 +19,9 @@ use sandboxer_vmm::{Shape, Vm, VmmError};
 use tokio::sync::{Mutex, OwnedMutexGuard};
 
 use super::{
-    container::start::RunningVm,
     limits::{Amounts, ContainerLimits, SharedLimits, Sum},
     memory::Memory,
+    running_vm::RunningVm,
     spec::Limits,
     vcpus::Vcpus,
 };

@@ -10,8 +10,8 @@ use sandboxer_base::chain;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::DaemonState;
-use crate::{error::PodError, pod::container::start::RunningVm};
+use super::daemon_state::DaemonState;
+use crate::{error::PodError, pod::running_vm::RunningVm};
 
 /// Delay before the first greeting. If the VM has exited, this is noticed by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);

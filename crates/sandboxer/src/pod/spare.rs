@@ -12,7 +12,7 @@ use sandboxer_host::rootfs::{FsType, RootfsStore, Scratch};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, SPARE};
 
-use crate::{error::PodError, pod::container::start::RunningVm, template::Template};
+use crate::{error::PodError, pod::running_vm::RunningVm, template::Template};
 
 /// The scratch disk that no container of the pod uses yet, if there is one.
 #[derive(Debug, Default)]

@@ -21,7 +21,7 @@ use sandboxer_protocol::id::SandboxId;
 
 use crate::{
     error::PodError,
-    pod::{DaemonState, PodHandle},
+    pod::{daemon_state::DaemonState, handle::PodHandle},
     state::PodState,
 };
 

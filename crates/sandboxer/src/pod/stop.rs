@@ -7,17 +7,18 @@ use std::{
 };
 
 use sandboxer_base::{chain, failpoint::pass};
-use sandboxer_process::{Written, cgroup::Cgroup};
+use sandboxer_process::Written;
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::VmmError;
 use tokio::time::Instant;
 
 use super::{
-    DaemonState,
-    recover::{self, Unreached},
+    cgroup,
+    daemon_state::DaemonState,
+    recover::unreached::{self, Unreached},
     spec::PodSpec,
 };
-use crate::{error::PodError, pod::container::start::RunningVm, share::Shares, state::PodState};
+use crate::{error::PodError, pod::running_vm::RunningVm, share::Shares, state::PodState};
 
 /// Time without a write after which a guest that powers off counts as stalled (or the agent timeout, if that is
 /// shorter).
@@ -53,7 +54,7 @@ pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached)
     let gone = async {
         let asked = async {
             if unreached.record.status.state == PodState::Stopping {
-                recover::power_off(node, &unreached.record).await;
+                unreached::power_off(node, &unreached.record).await;
             }
             future::pending().await
         };
@@ -106,26 +107,16 @@ async fn wait_for_data(
 /// Removes the cgroup now, not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
 async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
-        && let Err(error) = leave(&pod.id, &cgroup).await
+        && let Err(error) = cgroup::remove(&pod.id, &cgroup).await
     {
         tracing::warn!(pod = %pod.id, error = chain(&error), "cannot remove the control group before the pod is removed");
     }
 }
 
-/// Removes a pod's cgroup after its VMM has exited.
-pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
-    cgroup.remove().await.map_err(|(path, source)| PodError::Path {
-        pod: pod.clone(),
-        action: "remove control group",
-        path,
-        source,
-    })
-}
-
 /// Releases the host resources of a pod without a VM.
 pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
-        leave(&pod.id, &cgroup).await?;
+        cgroup::remove(&pod.id, &cgroup).await?;
     }
     pass(format_args!("before a run directory is removed"));
     let path = node.run_dir(&pod.id);

@@ -31,7 +31,7 @@ use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::spare::Spare;
-use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
+use crate::{error::PodError, pod::running_vm::RunningVm, share::Shares};
 
 /// Delay before changed files are sent again after a failure.
 const AGAIN: Duration = Duration::from_secs(10);

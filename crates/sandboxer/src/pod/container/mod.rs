@@ -25,7 +25,11 @@ use crate::{
         limits::SharedLimits,
         stages::Stages,
     },
+    state::{PodState, PodStatus},
 };
+
+/// Kind of the front's entry for an exec's FIFOs.
+pub const EXEC: &str = "exec";
 
 /// Exit code of a process that ended with its VM, as for SIGKILL.
 pub const KILLED: u32 = 137;
@@ -67,6 +71,14 @@ pub struct Exit {
     pub at_ns: u64,
     /// The reason, if the code alone does not show it; else empty.
     pub reason: String,
+}
+
+/// Returns the exit of the sandbox container of a pod with this status, if it has exited. A pause program does not exit
+/// by itself: a stop on request counts as its kill.
+pub fn sandbox_exit(status: &PodStatus) -> Option<Exit> {
+    let code = if status.exit_status == 0 { KILLED } else { status.exit_status };
+    let ended = status.state == PodState::Stopped || status.overdue;
+    ended.then(|| Exit { code, at_ns: status.exited_at_ns, reason: status.reason.clone() })
 }
 
 /// The phase of a process, readable without a request to the pod's task.

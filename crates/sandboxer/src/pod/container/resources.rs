@@ -67,6 +67,32 @@ fn memory_fits(limit: Option<i64>, with_swap: Option<i64>) -> Result<(), String>
     }
 }
 
+/// The CPUs and memory nodes in a container's resource update, as lists; `None`: unchanged.
+#[derive(Debug, Default)]
+pub struct HostCpus {
+    /// The CPUs.
+    pub cpus: Option<String>,
+    /// The memory nodes.
+    pub mems: Option<String>,
+}
+
+impl HostCpus {
+    /// Extracts the host's CPUs and memory nodes from an update. Also returns the rest, for the guest.
+    pub fn take(resources: Vec<u8>) -> (Self, Vec<u8>) {
+        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else {
+            return (Self::default(), resources);
+        };
+        let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
+            return (Self::default(), resources);
+        };
+        let [cpus, mems] = ["cpus", "mems"].map(|name| {
+            let list = cpu.remove(name)?;
+            list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
+        });
+        (Self { cpus, mems }, said.to_string().into_bytes())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

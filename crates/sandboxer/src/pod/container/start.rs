@@ -14,7 +14,6 @@ use sandboxer_base::{
     chain,
     clock::{now_ns, plausible},
 };
-use sandboxer_guest::Agent;
 use sandboxer_host::{
     helper::Helpers,
     rootfs::{Layer, Lease, RootfsPlan, RootfsStore, Scratch, Writable},
@@ -25,7 +24,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, FIRST_IMAGE, Vm, VmmError};
+use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, FIRST_IMAGE};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
 use tokio_util::sync::CancellationToken;
@@ -38,32 +37,12 @@ use super::{
 use crate::{
     error::PodError,
     front::{Front, Kept},
-    pod::{limits::ContainerLimits, spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
+    pod::{
+        limits::ContainerLimits, running_vm::RunningVm, spare, spec::PodSpec, stages::Stages, undo::Undo,
+        volumes::Volumes,
+    },
     traces::{Ended, SpanContext},
 };
-
-/// A running pod: its VM and the agent in it.
-#[derive(Debug, Clone)]
-pub struct RunningVm {
-    /// The pod's VM.
-    pub vm: Arc<dyn Vm>,
-    /// The agent in the VM.
-    pub agent: Agent,
-    /// Limits of each disk of the VM.
-    pub disk_limits: DiskLimits,
-}
-
-impl RunningVm {
-    /// Returns the VM and the agent.
-    pub fn guest(&self) -> (&dyn Vm, &Agent) {
-        (self.vm.as_ref(), &self.agent)
-    }
-
-    /// Attaches a disk with the pod's limits.
-    pub async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
-        self.vm.attach_disk(&DiskSpec { limits: self.disk_limits, ..disk.clone() }).await
-    }
-}
 
 /// A created container, which waits for its start.
 #[derive(Debug)]

@@ -4,54 +4,31 @@
 //! A guest does not know the host's CPUs, so its containers cannot be confined to their own sets: all run on the union.
 //! kubelet's static CPU policy gives exclusive CPUs to some containers, and the rest to all others.
 
-use std::{convert::Infallible, io, path::PathBuf, time::Instant};
+use std::{io, path::PathBuf, sync::Arc, time::Instant};
 
+use futures::FutureExt;
 use sandboxer_base::{Cpus, chain};
 use sandboxer_process::{
     cgroup::{Bounds, Cgroup},
     residence::{self, Residence},
 };
-use sandboxer_protocol::id::ContainerId;
-use sandboxer_vmm::Vm;
+use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sandboxer_vmm::{Shape, Vm};
 use tokio::sync::oneshot;
 
-use super::{Done, Driver, answer};
+use super::{Driver, answer, done::Done, state::State};
 use crate::{
     error::PodError,
     pod::{
-        Moved, PlaceView, Reply,
-        container::Container,
-        place,
+        container::{Container, resources::HostCpus},
+        place::{self, Place},
         placer::{Placement, Placer, Seat},
+        request::Reply,
+        view::Moved,
     },
-    state::PodState,
 };
 
 const BY_CRI: &str = "the CPU sets that CRI gave its containers";
-
-/// The CPUs and memory nodes in a container's resource update, as lists; `None`: unchanged.
-#[derive(Debug, Default)]
-pub(super) struct HostCpus {
-    cpus: Option<String>,
-    mems: Option<String>,
-}
-
-impl HostCpus {
-    /// Extracts the host's CPUs and memory nodes from an update. Also returns the rest, for the guest.
-    pub(super) fn take(resources: Vec<u8>) -> (Self, Vec<u8>) {
-        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else {
-            return (Self::default(), resources);
-        };
-        let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
-            return (Self::default(), resources);
-        };
-        let [cpus, mems] = ["cpus", "mems"].map(|name| {
-            let list = cpu.remove(name)?;
-            list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
-        });
-        (Self { cpus, mems }, said.to_string().into_bytes())
-    }
-}
 
 impl Driver {
     /// Sets the CPUs and memory nodes of a container, after the guest has accepted the rest of the update.
@@ -64,7 +41,7 @@ impl Driver {
     }
 
     /// Returns the bounds set by CRI: the unions of the containers' sets; empty if some container has no set.
-    fn by_cri(&self) -> Bounds {
+    pub(super) fn by_cri(&self) -> Bounds {
         let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
         let there = || self.containers.values().filter(|container| !ended(container));
         let parsed = |list: &Option<String>| list.as_deref().and_then(Cpus::parse);
@@ -77,48 +54,32 @@ impl Driver {
     /// Confines the VMM to the CPUs of its containers, else to the CPUs of its place, after earlier changes are
     /// complete.
     pub(super) fn place(&mut self) {
+        let Some(place) = self.state.place() else { return };
         let by_cri = self.by_cri();
         let bounds = match &by_cri {
-            Bounds { cpus: None, nodes: None } => self.node.placer.bounds(self.placement.seat.as_ref()),
+            Bounds { cpus: None, nodes: None } => self.node.placer.bounds(place.placement.seat.as_ref()),
             Bounds { cpus: None, nodes } => Bounds { nodes: nodes.clone(), ..self.node.placer.bounds(None) },
             _ => by_cri.clone(),
         };
-        let Some(live) = self.live.as_ref().filter(|_| self.placed != bounds) else { return };
         let Some(cgroup) = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id) else { return };
-        let (vm, vmm) = (live.vm.clone(), live.vm.record().pid);
-        let follow = self.follow_cri(&by_cri);
-        self.placed.clone_from(&bounds);
-        let pod = self.spec.id.clone();
-        self.in_turn(move || {
+        let shape = self.shape();
+        let Some(pod) = self.state.running_mut().filter(|pod| pod.place.bounds != bounds) else { return };
+        let (vm, vmm) = (pod.live.vm.clone(), pod.live.vm.record().pid);
+        let follow = follow_cri(&self.node.placer, &self.spec.id, &mut pod.place.placement, shape, &by_cri);
+        pod.place.bounds.clone_from(&bounds);
+        let id = self.spec.id.clone();
+        let turn = pod.in_turn(move || {
             if let Err((path, error)) = confine(&cgroup, &*vm, &bounds) {
                 let cpus = bounds.cpus.map_or_else(|| "all".to_owned(), |cpus| cpus.to_string());
-                tracing::warn!(%pod, path = %path.display(), error = chain(&error),
+                tracing::warn!(pod = %id, path = %path.display(), error = chain(&error),
                     "cannot confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
             } else if let Some((from, node)) = follow
                 && let Err(error) = residence::migrate(vmm, &from, node)
             {
-                tracing::warn!(%pod, node, %error, "cannot move the VMM's memory to the node of its CPUs");
+                tracing::warn!(pod = %id, node, %error, "cannot move the VMM's memory to the node of its CPUs");
             }
         });
-    }
-
-    /// Takes a place on the node that has all CPUs that CRI named. Returns the nodes from which memory is to be moved,
-    /// and the node; `None` if the VMM's memory is there, or if CRI chooses the memory nodes itself.
-    fn follow_cri(&mut self, by_cri: &Bounds) -> Option<(Cpus, u32)> {
-        let placer = &self.node.placer;
-        let cpus = by_cri.cpus.as_ref().filter(|_| placer.is_active())?;
-        let shape = self.shape();
-        let node = placer.node_of(cpus);
-        let reason = BY_CRI.to_owned();
-        if node.is_some() && node == self.placement.node() {
-            self.placement.reason = reason;
-            return None;
-        }
-        let seat = node.and_then(|node| placer.seat_again(node, shape).ok());
-        tracing::info!(pod = %self.spec.id, before = self.placement.node(), node, %cpus, "CRI chose the pod's CPUs");
-        self.placement = Placement { seat, reason };
-        let node = node.filter(|_| by_cri.nodes.is_none())?;
-        Some((others(placer, node)?, node))
+        self.work.spawn(turn.map(|()| Done::Nothing));
     }
 
     /// Moves the VMM and its memory to a node.
@@ -127,12 +88,12 @@ impl Driver {
             Ok(may) => may,
             Err(error) => return answer(reply, Err(error)),
         };
-        let Some(live) = &self.live else { return };
-        let (vm, pod, from) = (live.vm.clone(), self.spec.id.clone(), self.placement.node());
+        let Some(running) = self.state.running_mut() else { return };
+        let (vm, pod, from) = (running.live.vm.clone(), self.spec.id.clone(), running.place.placement.node());
         let (bounds, others) = (self.node.placer.bounds(Some(&seat)), others(&self.node.placer, node));
         let (told, moved) = oneshot::channel();
-        let before = self.placed.clone();
-        self.in_turn(move || {
+        let before = running.place.bounds.clone();
+        let turn = running.in_turn(move || {
             let moved = move_memory(&cgroup, &*vm, &bounds, others, node).map_err(|reason| {
                 if let Err((path, error)) = confine(&cgroup, &*vm, &before) {
                     tracing::warn!(%pod, path = %path.display(), %error, "cannot undo a move that failed");
@@ -142,6 +103,7 @@ impl Driver {
             // The driver waits for it.
             let _ = told.send(moved.map(|moved| (seat, Moved { from, ..moved })));
         });
+        self.work.spawn(turn.map(|()| Done::Nothing));
         let gone = self.spec.id.clone();
         self.work.spawn(async move {
             let result = moved.await.unwrap_or_else(|_| Err(PodError::Gone(gone)));
@@ -151,15 +113,13 @@ impl Driver {
 
     /// Returns the place on `node` and the cgroup to move, or the reason why the pod cannot be moved there.
     fn may_move(&self, node: u32) -> Result<(Seat, Cgroup), PodError> {
-        if self.state() != PodState::Ready {
-            return Err(self.wrong_state("move the pod", self.state()));
-        }
+        let State::Ready { pod, .. } = &self.state else { return Err(self.wrong_state("move the pod")) };
         let refused = |reason: String| PodError::Unmovable { pod: self.spec.id.clone(), reason };
         let shape = self.shape();
         if self.by_cri() != Bounds::default() {
             return Err(refused(format!("{BY_CRI} say where it runs (kubelet's CPU manager)")));
         }
-        if self.placement.node() == Some(node) {
+        if pod.place.placement.node() == Some(node) {
             return Err(refused(format!("it is on node {node}")));
         }
         if self.spec.huge_pages {
@@ -178,41 +138,37 @@ impl Driver {
         };
         let (pod, node) = (&self.spec.id, seat.node());
         tracing::info!(%pod, from = moved.from, node, bytes = moved.bytes, took = ?moved.took, "moved the pod");
-        if self.live.is_some() {
-            self.placed = self.node.placer.bounds(Some(&seat));
-            self.placement = Placement { seat: Some(seat), reason: "moved on request".to_owned() };
+        if let Some(running) = self.state.running_mut() {
+            let placement = Placement { seat: Some(seat), reason: "moved on request".to_owned() };
+            running.place = Place::new(&self.node.placer, placement);
             // CRI may have set other bounds meanwhile.
             self.place();
         }
         self.save_then(reply, Ok(moved));
     }
+}
 
-    /// Returns the placement of the VMM.
-    pub(super) fn view_place(&self) -> PlaceView {
-        let is_up = self.live.is_some() || self.unreached.is_some();
-        PlaceView {
-            node: self.placement.node(),
-            bounds: if is_up { self.placed.clone() } else { Bounds::default() },
-            by_cri: self.by_cri() != Bounds::default(),
-            reason: self.placement.reason.clone(),
-        }
+/// Takes a place on the node that has all CPUs that CRI named. Returns the nodes from which memory is to be moved, and
+/// the node; `None` if the VMM's memory is there, or if CRI chooses the memory nodes itself.
+fn follow_cri(
+    placer: &Arc<Placer>,
+    pod: &SandboxId,
+    placement: &mut Placement,
+    shape: Shape,
+    by_cri: &Bounds,
+) -> Option<(Cpus, u32)> {
+    let cpus = by_cri.cpus.as_ref().filter(|_| placer.is_active())?;
+    let node = placer.node_of(cpus);
+    let reason = BY_CRI.to_owned();
+    if node.is_some() && node == placement.node() {
+        placement.reason = reason;
+        return None;
     }
-
-    /// Runs the blocking `work` after the VMM is in its cgroup and earlier works are complete.
-    fn in_turn(&mut self, work: impl FnOnce() + Send + 'static) {
-        let counted = self.until_counted();
-        let (over, placing) = oneshot::channel::<Infallible>();
-        let before = self.placing.replace(placing);
-        self.work.spawn(async move {
-            if let Some(before) = before {
-                let _ = before.await;
-            }
-            counted.await;
-            let _ = tokio::task::spawn_blocking(work).await;
-            drop(over);
-            Done::Nothing
-        });
-    }
+    let seat = node.and_then(|node| placer.seat_again(node, shape).ok());
+    tracing::info!(%pod, before = placement.node(), node, %cpus, "CRI chose the pod's CPUs");
+    *placement = Placement { seat, reason };
+    let node = node.filter(|_| by_cri.nodes.is_none())?;
+    Some((others(placer, node)?, node))
 }
 
 /// Returns all nodes of the host except this one.

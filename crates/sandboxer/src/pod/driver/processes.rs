@@ -5,20 +5,20 @@ use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 
-use super::{Done, Driver, EXEC, OOM_KILLS, answer, journal_failed};
+use super::{Driver, OOM_KILLS, answer, done::Done, journal_failed};
 use crate::{
     error::PodError,
     events::{Kind, TaskDetail},
     front::Kept,
     pod::{
-        Reply,
         container::{
-            Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+            Container, EXEC, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
             io::{Io, Subject},
             start::{self as work, Created},
         },
         journal::JournalError,
         limits::SharedLimits,
+        request::Reply,
     },
 };
 
@@ -35,11 +35,11 @@ impl Driver {
         let Some(making) = self.being_made.get(&new.id) else { return };
         let (stages, is_deleted) = (making.stages.clone(), !making.deletions.is_empty());
         let made = match result {
-            Ok(created) if self.live.is_some() => Ok(created),
+            Ok(created) if self.state.running().is_some() => Ok(created),
             Ok(created) => {
                 created.io.let_go();
                 created.intent.release();
-                Err(self.wrong_state("create a container", self.state()))
+                Err(self.wrong_state("create a container"))
             }
             Err(error) => Err(error),
         };
@@ -111,7 +111,7 @@ impl Driver {
             // The pod is being removed.
             None => Vec::new(),
         };
-        let live = self.live.clone();
+        let live = self.running_vm();
         self.work.spawn(async move {
             let result = match live {
                 Some(live) => work::delete(&live, &of, &disks).await,
@@ -220,7 +220,7 @@ impl Driver {
     /// Removes an exec without an owner from its guest, because of `why`.
     fn undo_exec(&mut self, of: ContainerId, exec: ExecId, why: PodError, reply: Reply<()>) {
         self.forget_process(&of, Some(&exec), &[]);
-        let (live, pod) = (self.live.clone(), self.spec.id.clone());
+        let (live, pod) = (self.running_vm(), self.spec.id.clone());
         self.work.spawn(async move {
             if let Some(live) = live
                 && let Err(error) = live.agent.delete_exec(&of, &exec).await
@@ -250,8 +250,8 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
-        if self.live.is_none() {
-            return answer(reply, Err(self.wrong_state("start a process", self.state())));
+        if let Err(error) = self.live("start a process") {
+            return answer(reply, Err(error));
         }
         let kind = if subject.exec.is_none() { Kind::ContainerStarted } else { Kind::ExecStarted };
         let mut early_exit = None;
@@ -285,7 +285,7 @@ impl Driver {
 
     /// Waits for the exit of a process that existed at `since` or later.
     pub(super) fn follow(&mut self, subject: Subject, since: u64) {
-        let Some(live) = self.live.clone() else { return };
+        let Some(live) = self.running_vm() else { return };
         let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) else { return };
         process.is_followed = true;
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
@@ -335,7 +335,7 @@ impl Driver {
     /// Waits for the OOM killer in the guest. Events up to the number `seen` have been reported, the last `just_now` of
     /// them just before.
     pub(super) fn watch_oom_killer(&mut self, seen: u64, just_now: u32) {
-        let Some(live) = self.live.clone() else { return };
+        let Some(live) = self.running_vm() else { return };
         let cancel = self.cancel.clone();
         self.work.spawn(async move {
             let next = async {

@@ -11,26 +11,27 @@ use sandboxer_protocol::{
 };
 
 use super::{
-    CLOSED, Done, Driver, Limited, Making, answer, journal_failed,
-    placement::HostCpus,
-    processes::{never_started, no_exit},
+    CLOSED, Driver, Making, answer,
+    done::{Done, Limited},
+    processes::no_exit,
+    state::State,
 };
 use crate::{
     error::PodError,
-    events::Kind,
     front,
     pod::{
-        Reply, Request,
         admission::Work,
         container::{
             self, Container, Exit, NewContainer, Phase, StdioPaths,
             io::Subject,
-            start::{self as work, CreateContext, RunningVm},
+            resources::HostCpus,
+            start::{self as work, CreateContext},
         },
         limits::ContainerLimits,
+        request::{Reply, Request},
+        running_vm::RunningVm,
         spec::Limits,
         stages::Stages,
-        start, stop,
     },
     state::PodState,
     traces::SpanContext,
@@ -97,120 +98,11 @@ impl Driver {
         }
     }
 
-    fn on_start(&mut self, request: SpanContext, reply: Reply<()>) {
-        match self.state() {
-            PodState::Ready => answer(reply, Ok(())),
-            PodState::Starting => self.start_waiters.push(reply),
-            PodState::Created => {
-                if let Err(error) = self.become_state(PodState::Starting) {
-                    return answer(reply, Err(error));
-                }
-                self.need_its_agent();
-                self.start_waiters.push(reply);
-                self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
-                let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
-                self.stages = stages.within(request);
-                let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
-                let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
-                let intent = self.next_record();
-                self.work.spawn(async move {
-                    // Recorded before the first process: a daemon that dies after this leaves a trace that the next one
-                    // finds.
-                    if let Err(error) = intent.await {
-                        return Done::PodStarted(Err(journal_failed(&spec, &error)));
-                    }
-                    Done::PodStarted(start::start(&node, &spec, &key, &stages, &cancel).await)
-                });
-            }
-            state @ (PodState::Stopping | PodState::Stopped | PodState::Unknown) => {
-                answer(reply, Err(self.wrong_state("start", state)));
-            }
-        }
-    }
-
-    fn on_stop(&mut self, reply: Reply<()>) {
-        match self.state() {
-            PodState::Stopped => return answer(reply, Ok(())),
-            PodState::Created => {
-                self.stopped(String::new(), 0);
-                return answer(reply, Ok(()));
-            }
-            state @ (PodState::Starting | PodState::Ready | PodState::Unknown) => {
-                if let Err(error) = self.become_state(PodState::Stopping) {
-                    return answer(reply, Err(error));
-                }
-                self.cancel.cancel();
-                // A start undoes its own work.
-                if state != PodState::Starting {
-                    self.end_vm();
-                }
-            }
-            // No caller waits: an earlier attempt has failed, and its result was sent.
-            PodState::Stopping if !self.ending => self.end_vm(),
-            PodState::Stopping => {}
-        }
-        self.stop_waiters.push(reply);
-    }
-
-    pub(super) fn end_vm(&mut self) {
-        let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
-        if let Some(live) = self.live.clone() {
-            self.ending = true;
-            let counted = self.until_counted();
-            self.work.spawn(async move {
-                counted.await;
-                Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await)
-            });
-        } else if let Some(unreached) = self.unreached.clone() {
-            self.ending = true;
-            self.work.spawn(async move { Done::PodStopped(stop::stop_held(&node, &spec, &unreached).await) });
-        }
-    }
-
-    fn on_remove(&mut self, reply: Reply<()>) {
-        let first = self.remove_waiters.is_empty();
-        self.remove_waiters.push(reply);
-        if !first {
-            return;
-        }
-        if self.state() == PodState::Stopped {
-            self.remove_if_due();
-        } else {
-            // Once stopped, the pod is removed: see `stopped`.
-            let (reply, _) = tokio::sync::oneshot::channel();
-            self.on_stop(reply);
-        }
-    }
-
-    /// Removes the pod if this was requested, the pod has stopped, and no creation in it is unfinished: a creation
-    /// undoes its own work.
-    pub(super) fn remove_if_due(&mut self) {
-        let is_making = !self.being_made.is_empty() || !self.execs_being_made.is_empty();
-        let is_due = self.state() == PodState::Stopped && !self.remove_waiters.is_empty();
-        if !is_due || is_making || std::mem::replace(&mut self.removing, true) {
-            return;
-        }
-        let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
-        let shares = self.volumes.shares.clone();
-        let containers: Vec<_> = self.containers.keys().cloned().collect();
-        for of in containers {
-            self.take_container(&of, &never_started());
-        }
-        self.work.spawn(async move {
-            shares.end().await;
-            let removed = async {
-                stop::clear(&node, &spec).await?;
-                // Last: without the record, the next worker could not find what is left.
-                journal.remove().await.map_err(|error| journal_failed(&spec, &error))
-            };
-            Done::Removed(removed.await)
-        });
-    }
-
     fn on_create_container(&mut self, mut new: NewContainer, request: SpanContext, reply: Reply<()>) {
-        let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else {
-            return answer(reply, Err(self.wrong_state("create a container", self.state())));
+        let State::Ready { pod, .. } = &self.state else {
+            return answer(reply, Err(self.wrong_state("create a container")));
         };
+        let (live, in_cgroup) = (pod.live.clone(), pod.until_in_cgroup());
         if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
             return answer(reply, Err(PodError::ContainerExists(new.id)));
         }
@@ -218,14 +110,14 @@ impl Driver {
         let running = self.containers.iter().filter(|(_, container)| runs(container));
         new.beside = running.map(|(id, _)| id.clone()).collect();
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone()).within(request);
-        let (counted, cancel) = (self.until_counted(), self.cancel.child_token());
+        let cancel = self.cancel.child_token();
         let making = Making { stages: stages.clone(), cancel: cancel.clone(), deletions: Vec::new() };
         self.being_made.insert(new.id.clone(), making);
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
-                counted.await;
+                in_cgroup.await;
                 node.admission.enter(Work::Container).await
             };
             let cancelled = || PodError::Cancelled(spec.id.clone());
@@ -264,8 +156,9 @@ impl Driver {
             let (subject, state) = (format!("container {of}"), "paused".to_owned());
             return answer(reply, Err(PodError::State { action: "create an exec", subject, state }));
         }
-        let Some(live) = self.live.clone() else {
-            return answer(reply, Err(self.wrong_state("create an exec", self.state())));
+        let live = match self.live("create an exec") {
+            Ok(live) => live,
+            Err(error) => return answer(reply, Err(error)),
         };
         self.execs_being_made.insert(subject);
         let (pod, front) = (self.spec.id.clone(), self.node.front.clone());
@@ -283,8 +176,9 @@ impl Driver {
         request: SpanContext,
         reply: Reply<()>,
     ) {
-        let Some(live) = self.live.clone() else {
-            return answer(reply, Err(self.wrong_state("start a process", self.state())));
+        let live = match self.live("start a process") {
+            Ok(live) => live,
+            Err(error) => return answer(reply, Err(error)),
         };
         let stages = self.containers.get(&of).map(|container| container.stages.clone().within(request));
         let process = match self.process_mut(&of, exec.as_ref()) {
@@ -331,10 +225,12 @@ impl Driver {
         };
         let process = self.process(&of, exec.as_ref());
         let watched = process.map(|process| (process.phase.subscribe(), process.is_followed));
-        let ((mut phase, is_followed), live) = match (checked.and(watched), self.live.clone()) {
-            (Err(error), _) => return answer(reply, Err(error)),
-            (Ok(_), None) => return self.on_signal_unreached(of, exec, &signal, reply),
-            (Ok(watched), Some(live)) => (watched, live),
+        let (mut phase, is_followed) = match checked.and(watched) {
+            Ok(watched) => watched,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let Some(live) = self.running_vm() else {
+            return self.on_signal_unreached(of, exec, &signal, reply);
         };
         // The exit is reported after the termination message was written, which may have to wait for a volume.
         let has_message = self.containers.get(&of).is_some_and(|container| container.message.is_some());
@@ -372,8 +268,8 @@ impl Driver {
         signal: &Signal,
         reply: Reply<()>,
     ) {
-        let refused = self.wrong_state("signal a process", self.state());
-        if self.state() != PodState::Unknown || exec.is_some() || signal.number != Signal::KILL {
+        let refused = self.wrong_state("signal a process");
+        if !matches!(self.state, State::Unknown(_)) || exec.is_some() || signal.number != Signal::KILL {
             return answer(reply, Err(refused));
         }
         let (mut status, limit) = (self.status.subscribe(), self.node.config.vm.agent_timeout);
@@ -401,8 +297,8 @@ impl Driver {
             Err(error) => return answer(reply, Err(error)),
         };
         // The guest may have the container.
-        if self.live.is_none() && self.unreached.is_some() {
-            return answer(reply, Err(self.wrong_state("delete a process", self.state())));
+        if self.state.unreached().is_some() {
+            return answer(reply, Err(self.wrong_state("delete a process")));
         }
         let phase = process.phase.borrow().clone();
         if matches!(phase, Phase::Running | Phase::Starting) {
@@ -421,7 +317,8 @@ impl Driver {
                 .into_iter()
                 .collect(),
         };
-        let (live, front, pod) = (self.live.clone(), self.node.front.clone(), self.spec.id.clone());
+        let live = self.running_vm();
+        let (front, pod) = (self.node.front.clone(), self.spec.id.clone());
         // The exit is recorded before the agent forgets it.
         let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
@@ -445,8 +342,9 @@ impl Driver {
         if let Err(error) = self.running(&of, None) {
             return answer(reply, Err(error));
         }
-        let Some(live) = self.live.clone() else {
-            return answer(reply, Err(self.wrong_state("pause a container", self.state())));
+        let live = match self.live("pause a container") {
+            Ok(live) => live,
+            Err(error) => return answer(reply, Err(error)),
         };
         self.work.spawn(async move {
             let result = match paused {
@@ -461,8 +359,9 @@ impl Driver {
         if let Err(error) = self.running(&of, None) {
             return answer(reply, Err(error));
         }
-        let Some(live) = self.live.clone() else {
-            return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
+        let live = match self.live("ask the guest") {
+            Ok(live) => live,
+            Err(error) => return answer(reply, Err(error)),
         };
         let (cpus, resources) = HostCpus::take(resources);
         let resizer = self.resizer.clone();
@@ -479,8 +378,9 @@ impl Driver {
     }
 
     fn on_update_pod(&mut self, limits: Limits, reply: Reply<()>) {
-        let Some(live) = self.live.clone() else {
-            return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
+        let live = match self.live("ask the guest") {
+            Ok(live) => live,
+            Err(error) => return answer(reply, Err(error)),
         };
         let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
         let resizer = self.resizer.clone();
@@ -501,10 +401,9 @@ impl Driver {
         T: Send + 'static,
         F: Future<Output = Result<T, PodError>> + Send,
     {
-        match (checked, self.live.clone()) {
-            (Err(error), _) => answer(reply, Err(error)),
-            (Ok(()), None) => answer(reply, Err(self.wrong_state("ask the guest", self.state()))),
-            (Ok(()), Some(live)) => {
+        match checked.and_then(|()| self.live("ask the guest")) {
+            Err(error) => answer(reply, Err(error)),
+            Ok(live) => {
                 self.work.spawn(async move {
                     answer(reply, ask(live).await);
                     Done::Nothing

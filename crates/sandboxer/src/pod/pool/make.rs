@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Warm, run_dir};
 use crate::{
     error::PodError,
-    pod::{DaemonState, spare, undo::Undo},
+    pod::{daemon_state::DaemonState, spare, undo::Undo},
     taps::VmTaps,
     template::{BuildError, Kind, Template},
 };

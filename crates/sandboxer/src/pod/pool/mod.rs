@@ -36,7 +36,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    pod::{DaemonState, placer::Seat},
+    pod::{daemon_state::DaemonState, placer::Seat},
     template::{Kind, Missing, Shape, TemplateKey, Templates},
 };
 use demand::{Demand, Wanted, share_out};

@@ -20,8 +20,8 @@
 //! When the front dies, containerd marks all containers as dead and removes their bundles. Such a container is killed
 //! here: otherwise it would run next to its replacement.
 
-mod containers;
-mod unreached;
+pub(super) mod containers;
+pub(super) mod unreached;
 mod vmm;
 
 use std::{collections::HashMap, io, sync::Arc};
@@ -32,16 +32,20 @@ use sandboxer_guest::Signal;
 use sandboxer_protocol::id::ContainerId;
 
 use super::{
-    DaemonState, PodHandle, driver::Found, journal::PodRecord, quarantine::Quarantine, spec::PodSpec,
+    daemon_state::DaemonState,
+    driver::{Found, FoundVm},
+    handle::PodHandle,
+    journal::PodRecord,
+    place::Place,
+    quarantine::Quarantine,
+    spec::PodSpec,
 };
 use crate::{
     error::{PodError, tolerate},
     pod::{self, container::KILLED},
     state::{PodState, PodStatus},
 };
-pub use containers::settle;
 use containers::take_up_container;
-pub use unreached::{Reached, Resolved, Unreached, power_off};
 use unreached::{clear_shares, shares_of};
 use vmm::{Left, look};
 
@@ -143,24 +147,24 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         }
     }
     let mut status = record.status.clone();
-    let (outcome, reached, unreached) = match left {
-        Left::Answering(reached) => {
+    let outcome = match &left {
+        Left::Answering(_) => {
             status.recovered = true;
-            (TakenUp::Alive, Some(*reached), None)
+            TakenUp::Alive
         }
         Left::Running(unreached) => {
             // A pod that was not ready cannot be adopted; its VMM is killed.
             let was_ready = status.state == PodState::Ready;
             status.state = if was_ready { PodState::Unknown } else { PodState::Stopping };
             status.reason = unreached.first_error.clone();
-            (TakenUp::Unknown, None, Some(unreached))
+            TakenUp::Unknown
         }
         Left::Nothing(why) => {
             clear_shares(&shares, &record).await;
             if status.state != PodState::Created {
-                stopped(&mut status, why);
+                stopped(&mut status, why.as_ref());
             }
-            (TakenUp::Stopped, None, None)
+            TakenUp::Stopped
         }
     };
     let alive = !matches!(outcome, TakenUp::Stopped);
@@ -168,8 +172,13 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let PodRecord { spec, link_key, containers: recorded, placement, .. } = record;
     let shape = spec.shape(status.interfaces.len());
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
-    let placed = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
-    let placement = node.placer.again(placement.filter(|_| alive), shape);
+    let bounds = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
+    let place = Place { placement: node.placer.again(placement.filter(|_| alive), shape), bounds };
+    let vm = match left {
+        Left::Answering(reached) => FoundVm::Reached(reached, place),
+        Left::Running(unreached) => FoundVm::Unreached(unreached, place),
+        Left::Nothing(_) => FoundVm::None,
+    };
     // Without the bundle of its sandbox container, the pod is removed with all its containers.
     let pod_is_forgotten = match &spec.bundle {
         Some(bundle) => matches!(tokio::fs::try_exists(bundle).await, Ok(false)),
@@ -188,7 +197,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
     let inserted = node.registry.insert(&id, || {
-        let found = Found { reached, unreached, containers, shares: Some(shares), placement, placed };
+        let found = Found { vm, containers, shares: Some(shares) };
         pod::spawn(shared, spec, link_key, status, found)
     });
     let handle = match inserted {
@@ -220,10 +229,10 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
 }
 
 /// Records that a pod stopped while no daemon was running.
-fn stopped(status: &mut PodStatus, why: Option<PodError>) {
+fn stopped(status: &mut PodStatus, why: Option<&PodError>) {
     let was_ready = status.state == PodState::Ready;
     if let Some(error) = why {
-        status.reason = format!("lost while the daemon was away: {}", chain(&error));
+        status.reason = format!("lost while the daemon was away: {}", chain(error));
     } else if was_ready && status.reason.is_empty() {
         status.reason = "its VMM ended while the daemon was away".to_owned();
     }

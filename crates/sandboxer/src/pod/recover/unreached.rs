@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use super::containers::undo_half_made;
 use crate::{
     error::PodError,
-    pod::{DaemonState, container::start::RunningVm, journal::PodRecord, spec::PodSpec},
+    pod::{daemon_state::DaemonState, journal::PodRecord, running_vm::RunningVm, spec::PodSpec},
     share::Shares,
     state::PodStatus,
 };

@@ -10,7 +10,7 @@ use sandboxer_vmm::{Held, HeldProcesses, VmExit, VmmError};
 use super::unreached::{FIRST_ATTEMPT, FIRST_PAUSE, Reached, Unreached, is_broken, reach};
 use crate::{
     error::PodError,
-    pod::{DaemonState, journal::PodRecord},
+    pod::{daemon_state::DaemonState, journal::PodRecord},
     share::Shares,
     state::PodState,
 };

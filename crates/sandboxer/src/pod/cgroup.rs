@@ -1,13 +1,39 @@
-//! Moves a pooled VMM into its pod's cgroup.
+//! The pod's cgroup: made at the start, entered by a VMM of the pool, removed at the end.
 
 use std::{convert::Infallible, io, path::PathBuf, sync::Arc};
 
 use sandboxer_base::failpoint::pass;
+use sandboxer_process::cgroup::{Bounds, Cgroup};
+use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::Vm;
 use tokio::{sync::oneshot, task::JoinHandle};
 
-use super::{DaemonState, spec::PodSpec, undo::Undo};
+use super::{daemon_state::DaemonState, place::Place, placer::Placement, spec::PodSpec, undo::Undo};
 use crate::error::PodError;
+
+/// Creates the pod's cgroup, if CRI names a parent, restricted to the CPUs of the pod's place. Returns the place:
+/// none if the cgroup cannot be restricted.
+pub fn make(node: &DaemonState, spec: &PodSpec, place: Place, undo: &mut Undo) -> Result<Place, PodError> {
+    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(place) };
+    cgroup.make().map_err(|(path, source)| {
+        let action = "make control group";
+        PodError::Path { pod: spec.id.clone(), action, path, source }
+    })?;
+    let (of, made) = (spec.id.clone(), cgroup.clone());
+    undo.push("remove the control group", async move { remove(&of, &made).await });
+    if place.bounds == Bounds::default() {
+        return Ok(place);
+    }
+    Ok(match cgroup.restrict(&place.bounds) {
+        Ok(()) => place,
+        Err((path, error)) => {
+            tracing::warn!(pod = %spec.id, path = %path.display(), %error,
+                "cannot restrict the pod's control group to CPUs: it is not placed");
+            let reason = format!("cannot restrict {}: {error}", path.display());
+            Place::new(&node.placer, Placement::none(reason))
+        }
+    })
+}
 
 /// The move of a pooled VMM into its pod's cgroup; other VMMs are created there. The kernel waits for an RCU grace
 /// period, 5 to 17 ms on two cores, so the move runs in parallel. A container's start waits for it. So does the VMM's
@@ -56,17 +82,22 @@ impl CgroupAttach {
 }
 
 /// Starts to move a VMM into the pod's cgroup.
-pub fn counted(
-    node: &DaemonState,
-    spec: &PodSpec,
-    vm: &Arc<dyn Vm>,
-    undo: &mut Undo,
-) -> Option<CgroupAttach> {
+pub fn attach(node: &DaemonState, spec: &PodSpec, vm: &Arc<dyn Vm>, undo: &mut Undo) -> Option<CgroupAttach> {
     let (over, ended) = oneshot::channel();
-    let counting = CgroupAttach::begin(node, spec, vm, over);
+    let attach = CgroupAttach::begin(node, spec, vm, over);
     undo.push("wait for the control group", async move {
         let _ = ended.await;
         Ok::<_, Infallible>(())
     });
-    counting
+    attach
+}
+
+/// Removes a pod's cgroup after its VMM has exited.
+pub async fn remove(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
+    cgroup.remove().await.map_err(|(path, source)| PodError::Path {
+        pod: pod.clone(),
+        action: "remove control group",
+        path,
+        source,
+    })
 }

@@ -1,0 +1,120 @@
+//! Finished work, as the pod's task gets it.
+
+use std::time::Duration;
+
+use sandboxer_protocol::id::{ContainerId, ExecId};
+use sandboxer_vmm::{Shape, VmExit, VmmError};
+
+use crate::{
+    error::PodError,
+    front::Kept,
+    pod::{
+        container::{
+            Exit, NewContainer, StdioPaths,
+            io::{Io, Subject},
+            resources::HostCpus,
+            start::Created,
+        },
+        journal::JournalError,
+        placer::Seat,
+        recover::unreached::Resolved,
+        request::Reply,
+        resize::Change,
+        start::StartedPod,
+        view::Moved,
+    },
+};
+
+/// Finished work and its result.
+pub(super) enum Done {
+    /// Work that does not change the pod's state has finished.
+    Nothing,
+    PodStarted(Result<StartedPod, PodError>),
+    PodStopped(Result<(), VmmError>),
+    Resolved(Resolved),
+    VmEnded(VmExit),
+    GuestLost(PodError),
+    ContainerCreated {
+        new: Box<NewContainer>,
+        result: Result<Box<Created>, PodError>,
+        reply: Reply<()>,
+    },
+    /// The record with a created container was written, or could not be.
+    ContainerRecorded {
+        of: ContainerId,
+        intent: Kept,
+        result: Result<(), JournalError>,
+        reply: Reply<()>,
+    },
+    /// A created container without an owner was removed from its guest, or could not be.
+    ContainerUndone {
+        of: ContainerId,
+        intent: Kept,
+        why: PodError,
+        result: Result<(), PodError>,
+        reply: Reply<()>,
+    },
+    ExecCreated {
+        of: ContainerId,
+        exec: ExecId,
+        stdio: StdioPaths,
+        result: Result<Io, PodError>,
+        reply: Reply<()>,
+    },
+    ProcessStarted {
+        subject: Subject,
+        result: Result<u32, PodError>,
+        reply: Reply<()>,
+    },
+    ProcessEnded {
+        subject: Subject,
+        exit: Exit,
+    },
+    Deleted {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        result: Result<Exit, PodError>,
+        reply: Reply<Exit>,
+    },
+    Paused {
+        of: ContainerId,
+        paused: bool,
+        result: Result<(), PodError>,
+        reply: Reply<()>,
+    },
+    Moved {
+        result: Result<(Seat, Moved), PodError>,
+        reply: Reply<Moved>,
+    },
+    /// The guest's OOM killer killed processes of these containers; `seen`: the number of its last event.
+    OutOfMemory {
+        of: Vec<ContainerId>,
+        seen: u64,
+    },
+    /// Limits of a container, or of all together, have changed in the guest, or could not be changed.
+    Limited(Limited),
+    /// Changed limits were recorded, or could not be.
+    LimitsRecorded {
+        written: Result<(), JournalError>,
+        /// The change of the VM's size.
+        change: Option<Change>,
+        is_changed: bool,
+    },
+    /// A record was written, or could not be.
+    Written(Result<(), JournalError>),
+    /// The pause before the next attempt to write the record has passed.
+    Rewrite(Duration),
+    /// The VM has this size; `None`: unknown.
+    Measured(Option<Shape>),
+    Removed(Result<(), PodError>),
+}
+
+/// A change of limits that the guest has applied or rejected.
+pub(super) struct Limited {
+    /// The container, with the new CPUs and memory nodes of the host that it may use; `None`: the pod.
+    pub of: Option<(ContainerId, HostCpus)>,
+    /// The change of the VM's size.
+    pub change: Option<Change>,
+    pub result: Result<(), PodError>,
+    pub reply: Reply<()>,
+}

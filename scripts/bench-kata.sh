@@ -68,7 +68,9 @@ join() {
 
 # version: prints what the shim says of itself; it must not hang.
 version() {
-    timeout -k 1 5 "$KATA_DIR/containerd-shim-kata-v2" --version 2>&1 | head -n 1 | tr -d '\r' || true
+    local said
+    said=$(timeout -k 1 5 "$KATA_DIR/containerd-shim-kata-v2" --version 2>&1 </dev/null | head -n 1 | tr -d '\r') || true
+    printf '%s' "${said:-a shim that says no version within 5 s}"
 }
 
 # The handlers that are measured, Kata's last.
@@ -82,7 +84,7 @@ handlers() {
 # options OPTION…: sets the options of a node in `options`, with these ones.
 options() {
     options=(--memory "${KATA_MEMORY:-8192}" --limit "${KATA_LIMIT:-7200}" --env STACK_VMM=qemu --env STACK_QEMU=qemu-system-x86_64
-        --env STACK_MEMORY=$MIB --env NODE_PREPARE=scripts/node/kata.sh --env START_TIMEOUT="${KATA_TIMEOUT:-120}"
+        --env STACK_MEMORY="$MIB" --env NODE_PREPARE=scripts/node/kata.sh --env START_TIMEOUT="${KATA_TIMEOUT:-120}"
         --env STACK_GVISOR="${STACK_GVISOR:-0}" "$@")
 }
 
@@ -100,13 +102,15 @@ serial() { starts serial 2 "$(((${KATA_SERIAL:-10} + 1) / 2))" 2 0 ''; }
 host() { starts host 2 "$(((${KATA_SERIAL:-10} + 1) / 2))" 2 0 '--network host' --env POOL_MAX=4; }
 groups() { starts groups "${KATA_GROUP:-8}" "${KATA_ROUNDS:-3}" 0 "${KATA_GROUP:-8}" '' --env PAUSE=60; }
 memory() {
-    local all=(sandboxer kata)
+    local all=(sandboxer kata) status=0
     [[ ! -e $KATA_DIR/containerd-shim-kata-v2-rs ]] || all+=(kata-rs)
     [[ ${STACK_GVISOR:-} != 1 ]] || all+=(gvisor)
     options --env POOL=2
     rm -rf "${RUNS:?}/memory"
     attended scripts/node.sh run --virtual-time --stall 900 --out "$RUNS" "${options[@]}" -- \
-        scripts/node/bench.sh memory memory "${KATA_COUNTS:-1,5,10}" "${all[@]}" runc >"$RUNS/memory.log" 2>&1
+        scripts/node/bench.sh memory memory "${KATA_COUNTS:-1,5,10}" "${all[@]}" runc >"$RUNS/memory.log" 2>&1 || status=$?
+    ((status == 0)) || say "memory: exit code $status; the output is $RUNS/memory.log"
+    return $status
 }
 
 only_check=no
@@ -132,9 +136,12 @@ for part in "${parts[@]}"; do
         say "$part: exists already"
         continue
     fi
-    "$part" || failed+=("$part")
-    [[ -e $RUNS/$part/report.json ]] || [[ " ${failed[*]} " == *" $part "* ]] || failed+=("$part")
-    say "$part: done after $((SECONDS - began)) s"
+    if "$part" && [[ -e $RUNS/$part/report.json ]]; then
+        say "$part: done after $((SECONDS - began)) s"
+    else
+        failed+=("$part")
+        say "$part: failed after $((SECONDS - began)) s"
+    fi
 done
 results=()
 for part in serial host groups memory; do [[ ! -e $RUNS/$part/report.json ]] || results+=("$RUNS/$part"); done

@@ -27,7 +27,7 @@ pub struct Curve {
     pub dots: bool,
 }
 
-/// Draws distributions: times in `unit`, and the fraction of starts at or below each.
+/// Draws distributions: times in `unit`, and the fraction of starts or groups at or below each.
 pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let ends = |curve: &Curve| Some((curve.points.first()?.0, curve.points.last()?.0));
     let ends: Vec<(f64, f64)> = curves.iter().filter_map(ends).collect();
@@ -38,7 +38,7 @@ pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
     let steps: Vec<Curve> = curves.iter().map(stepped).collect();
     let name = if x.is_logarithmic() { format!("{unit}, logarithmic") } else { unit.to_owned() };
-    draw(scene, &steps, &x, &y, (&name, "fraction of starts at or below"), true, legend)
+    draw(scene, &steps, &x, &y, (&name, "fraction at or below"), true, legend)
 }
 
 /// Draws percentiles of latencies in `unit`: a few points of each distribution, joined by lines.

@@ -33,9 +33,11 @@ fn padded(scene: &Scene, pad: f32) -> String {
     out + "</svg>"
 }
 
-/// Returns a standalone SVG file.
+/// Returns a standalone SVG file. Without a size of its own, a page of Markdown would draw it as wide as the page.
 pub fn standalone(scene: &Scene) -> String {
-    let inner = padded(scene, PAD);
+    let [width, height] = [scene.width, scene.height].map(|inner| inner + 2.0 * PAD);
+    let inner =
+        padded(scene, PAD).replacen("<svg ", &format!("<svg width=\"{width}\" height=\"{height}\" "), 1);
     let paper =
         format!("<rect x=\"-{PAD}\" y=\"-{PAD}\" width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>");
     inner.replacen('>', &format!("><style>{STYLE}</style>{paper}"), 1)
@@ -129,5 +131,12 @@ mod tests {
         scene.text((1.0, 1.0), Anchor::Start, Ink::Text, "a<b>&\u{7}");
         let svg = svg(&scene);
         assert!(!svg.contains("<script") && svg.contains("a&lt;b&gt;&amp; "), "{svg}");
+    }
+
+    #[test]
+    fn a_file_has_a_size_of_its_own_and_a_picture_in_a_page_that_of_the_page() {
+        let scene = Scene::new(10.0, 20.0, "t");
+        assert!(standalone(&scene).starts_with("<svg width=\"26\" height=\"36\" xmlns="));
+        assert!(svg(&scene).starts_with("<svg xmlns="));
     }
 }

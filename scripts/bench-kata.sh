@@ -98,8 +98,7 @@ starts() {
 }
 
 serial() { starts serial 2 "$(((${KATA_SERIAL:-10} + 1) / 2))" 2 0 ''; }
-# Pods without a network card are another kind of VM, for which the pool needs room.
-host() { starts host 2 "$(((${KATA_SERIAL:-10} + 1) / 2))" 2 0 '--network host' --env POOL_MAX=4; }
+host() { starts host 2 "$(((${KATA_SERIAL:-10} + 1) / 2))" 2 0 '--network host'; }
 groups() { starts groups "${KATA_GROUP:-8}" "${KATA_ROUNDS:-3}" 0 "${KATA_GROUP:-8}" '' --env PAUSE=60; }
 memory() {
     local all=(sandboxer kata) status=0

@@ -6,7 +6,7 @@
 #   stack.sh status DIR             prints what runs; exit 1 unless everything does
 # Our programs come from SANDBOXER_BIN_DIR (default target/$SANDBOXER_PROFILE, else target/release), the guest image from SANDBOXER_GUEST_DIR (default
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
-# POOL_MAX (default POOL) is the most of all sizes together: more than POOL leaves room for pods of other kinds, such as those without network.
+# POOL_MAX (default POOL) is the most of all sizes together: more than POOL leaves room for pods of other sizes.
 # STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB),
 # STACK_AGENT_TIMEOUT [vm] agent_timeout (60 s), STACK_VHOST_NET [vm] vhost_net (auto).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.

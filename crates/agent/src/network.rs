@@ -3,7 +3,7 @@
 //! The configuration of the host's namespace is copied without additions: prefix routes are among the given routes, an
 //! address already belongs to the pod and needs no duplicate detection, and router advertisements are ignored.
 
-use std::{collections::BTreeMap, fs, io, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, fs, io, net::IpAddr, path::Path, time::Duration};
 
 use sandboxer_netlink::{
     Link, NLM_F_CREATE, NLM_F_REPLACE, Netlink,
@@ -38,8 +38,8 @@ pub fn loopback_up() -> io::Result<()> {
     set_up(&mut Netlink::open()?, LOOPBACK, true)
 }
 
-/// Configures the VM's network devices as these interfaces, and clears the others.
-pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
+/// Configures the VM's network devices as these interfaces, and clears or removes the others.
+pub async fn configure(interfaces: &[wire::Interface], removes_others: bool) -> Result<(), Failure> {
     let mut netlink = Netlink::open().map_err(internal("cannot open an rtnetlink socket"))?;
     let mut nics = nics(&mut netlink).map_err(internal("cannot list network devices"))?;
     if let Some(last) = interfaces.iter().map(|interface| interface.nic).max()
@@ -48,6 +48,12 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
         nics = appeared(&mut netlink, last).await?;
     }
     clear(&mut netlink, &nics).map_err(internal("cannot clear network devices"))?;
+    if removes_others {
+        let is_other = |number: u32| !interfaces.iter().any(|interface| interface.nic == number);
+        for (_, nic) in nics.iter().filter(|&(&number, _)| is_other(number)) {
+            remove(nic).map_err(internal(format!("cannot remove network device {}", nic.name)))?;
+        }
+    }
     make_way(&mut netlink, &nics, interfaces).map_err(internal("cannot rename network devices"))?;
     let wanted = interfaces
         .iter()
@@ -113,6 +119,15 @@ fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
         }
     }
     up.into_iter().try_for_each(|index| set_up(netlink, index, false))
+}
+
+/// Takes a network card from its driver: the guest has no such device any more.
+fn remove(nic: &Link) -> io::Result<()> {
+    // The kernel gave the name, so the path cannot lead elsewhere.
+    let card = Path::new("/sys/class/net").join(&nic.name).join("device");
+    let name = fs::canonicalize(&card)?;
+    let name = name.file_name().ok_or(io::ErrorKind::NotFound)?;
+    fs::write(card.join("driver/unbind"), name.as_encoded_bytes())
 }
 
 /// Renames devices that have the name of another interface. A device that already has its name keeps it: a

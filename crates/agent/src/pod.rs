@@ -49,6 +49,8 @@ pub struct Identity {
     pub host_sysctls: HashMap<String, String>,
     /// All network interfaces of the guest.
     pub interfaces: Vec<wire::Interface>,
+    /// Whether network cards without one of these interfaces are removed.
+    pub removes_other_cards: bool,
     /// The limits of all its containers together.
     pub limits: Limits,
 }
@@ -72,7 +74,7 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
         .map_err(internal(format!("cannot resize /dev/shm to {shm} bytes")))?;
-    network::configure(&identity.interfaces).await?;
+    network::configure(&identity.interfaces, identity.removes_other_cards).await?;
     for (name, value) in &identity.host_sysctls {
         if let Err(failure) = set_sysctl(name, value) {
             log::print(&format!("the host's {failure}"));

@@ -194,7 +194,8 @@ async fn a_pod_that_no_vm_waits_for_is_counted_by_what_makes_it_another_kind() {
     };
     assert_eq!(reason(USUAL), "empty");
     assert_eq!(reason(LARGE), "other-size");
-    assert_eq!(reason(Shape { nics: 1, ..USUAL }), "host-network");
+    // A pod without a network is no other kind: it waits for the template of VMs with a card.
+    assert_eq!(reason(Shape { nics: 1, ..USUAL }), "preparing");
     kept.ends().await;
 }
 

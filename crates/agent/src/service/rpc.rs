@@ -55,6 +55,7 @@ impl Agent for Service {
             sysctls: request.sysctls,
             host_sysctls: request.host_sysctls,
             interfaces: request.interfaces,
+            removes_other_cards: request.removes_other_cards,
             limits: request.limits.as_ref().map(Limits::of_pod).unwrap_or_default(),
         };
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {

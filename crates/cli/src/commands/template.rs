@@ -143,20 +143,24 @@ fn text(answer: &ListTemplatesResponse) -> String {
     out
 }
 
-/// Returns what a reason means for pods that miss the pool, and what helps.
+/// Returns what a reason means for pods that miss a start path, and what helps.
 fn because(start_path: &str, reason: &str) -> &'static str {
     match (start_path, reason) {
         ("pool", "empty") => "all VMs were taken: a larger [pool] min helps",
-        ("pool", "host-network") => {
-            "no VM without a network card waits: [pool] max above min leaves room for some"
-        }
         ("pool", "other-size" | "interfaces" | "other-vmm") => {
             "no VM of this kind waits: [pool] max above min leaves room for some"
         }
-        ("pool", "disk-limits") => "the pod has its own disk limits, and VMs of the pool the configured ones",
         ("pool", "huge-pages") => "the pod's memory is in huge pages, and that of copies is not",
         (_, "preparing") => "its template was not ready yet",
         (_, "off") => "turned off by the configuration",
+        (_, "stale" | "damaged" | "refused") => {
+            "its template cannot be used any more: a new one is being made"
+        }
+        (_, "no-room") => "templates in use leave no room: [templates] max or max_mib",
+        (_, "not-made") => "its template could not be made: the daemon's log says why",
+        (_, "silent" | "ended" | "claim-failed" | "restore-failed" | "failed") => {
+            "a VM failed, and the pod got another one: the daemon's log says why"
+        }
         _ => "",
     }
 }

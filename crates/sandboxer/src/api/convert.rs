@@ -11,7 +11,7 @@ use sandboxer_base::{Code, chain};
 use sandboxer_config::{Config, StartPath};
 use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
-use sandboxer_vmm::{DiskLimits, Shape};
+use sandboxer_vmm::Shape;
 
 use super::{host_ports, huge_pages, limits, size};
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
     pod::{
         container::spec::ROOTFS_SIZE,
         of_node, quantity,
-        spec::{KeptFromPool, PodSpec, Room},
+        spec::{PodSpec, Room},
     },
 };
 
@@ -90,12 +90,7 @@ pub fn pod_spec(
     let disk_limits = limits::disk(&asked.annotations, &config.limits).map_err(invalid)?;
     let net_limits = limits::network(&asked.annotations, &config.limits, own_network).map_err(invalid)?;
     let handler = config.handlers.get(&sandbox.runtime_handler).copied().unwrap_or_default();
-    let kept = if huge_pages {
-        Some(KeptFromPool::HugePages)
-    } else {
-        (disk_limits != DiskLimits::configured(&config.limits)).then_some(KeptFromPool::DiskLimits)
-    };
-    let start_path = kept.map_or(handler.start_path, |kept| handler.start_path.min(kept.start_path()));
+    let start_path = if huge_pages { StartPath::Boot } else { handler.start_path };
     let image_volumes_on_disk = image_volumes_on_disk(&asked.annotations).map_err(invalid)?;
     let max_processes = cgroups.max_processes(&linux.cgroup_parent);
     let node_sysctls = of_node::sysctls(&config.containers);
@@ -106,7 +101,7 @@ pub fn pod_spec(
         limits: size::limits(&resources),
         host_ports,
         start_path,
-        kept_from_pool: kept.filter(|_| handler.start_path == StartPath::Pool),
+        misses_pool: huge_pages && handler.start_path == StartPath::Pool,
         disk_limits,
         net_limits,
         vmm: handler.vmm,
@@ -275,6 +270,7 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 #[cfg(test)]
 mod tests {
     use sandboxer_config::{Config, VmmName};
+    use sandboxer_vmm::DiskLimits;
 
     use super::*;
 
@@ -309,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_with_limits_of_its_own_takes_no_vm_that_has_a_disk() {
+    fn limits_of_its_own_keep_a_pod_from_no_start_path() {
         let mut config = Config::default();
         let asked = |config: &Config, value: &str| {
             let request = request(|pod| {
@@ -319,26 +315,34 @@ mod tests {
         };
         let own = asked(&config, "4Mi").unwrap();
         assert_eq!(
-            (own.start_path, own.kept_from_pool, own.disk_limits.bytes.unwrap().per_second),
-            (StartPath::Template, Some(KeptFromPool::DiskLimits), 4 << 20)
+            (own.start_path, own.misses_pool, own.disk_limits.bytes.unwrap().per_second),
+            (StartPath::Pool, false, 4 << 20)
         );
-        // A pod whose runtime handler uses no pool is not counted as a miss.
-        let mut cold = config.clone();
-        let handler = sandboxer_config::Handler { start_path: StartPath::Boot, vmm: None };
-        cold.handlers.insert(String::new(), handler);
-        let cold = asked(&cold, "4Mi").unwrap();
-        assert_eq!((cold.start_path, cold.kept_from_pool), (StartPath::Boot, None));
         let refused = asked(&config, "0").unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
         assert!(refused.to_string().contains("io.sandboxer.disk-bps is \"0\""), "{refused}");
-        // VMs of the pool have the configured limits.
         config.limits.disk_bps = Some(4 << 20);
-        assert_eq!(asked(&config, "4Mi").unwrap().start_path, StartPath::Pool);
         let plain = pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap();
         assert_eq!(
             (plain.start_path, plain.disk_limits),
             (StartPath::Pool, DiskLimits::configured(&config.limits))
         );
+    }
+
+    #[test]
+    fn memory_in_huge_pages_keeps_a_pod_from_all_start_paths_but_a_boot() {
+        let mut config = Config::default();
+        let asked = |config: &Config| {
+            let request =
+                request(|pod| _ = pod.annotations.insert("io.sandboxer.huge-pages".into(), "2Mi".into()));
+            let spec = pod_spec(&request, config, &Hierarchies::default()).unwrap();
+            (spec.start_path, spec.misses_pool)
+        };
+        assert_eq!(asked(&config), (StartPath::Boot, true));
+        // A pod whose runtime handler uses no pool is not counted as a miss.
+        let handler = sandboxer_config::Handler { start_path: StartPath::Template, vmm: None };
+        config.handlers.insert(String::new(), handler);
+        assert_eq!(asked(&config), (StartPath::Boot, false));
     }
 
     #[test]

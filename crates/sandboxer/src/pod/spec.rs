@@ -58,9 +58,10 @@ pub struct PodSpec {
     // The field's name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
-    /// The reason why the pod may not use a VM of the pool, though its runtime handler may.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kept_from_pool: Option<KeptFromPool>,
+    /// Whether the pod cannot use a VM of the pool, though its runtime handler may, since its memory is in huge pages:
+    /// copies of a template share its memory, which is not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub misses_pool: bool,
     /// The VMM that the pod's runtime handler names; `None`: the configured one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmm: Option<VmmName>,
@@ -86,34 +87,6 @@ pub struct PodSpec {
     /// Limits of each of the pod's network interfaces.
     #[serde(default, skip_serializing_if = "NetLimits::is_none")]
     pub net_limits: NetLimits,
-}
-
-/// A requested feature that no VM of the pool has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum KeptFromPool {
-    /// Memory in huge pages: copies of a template share its memory, which is not in huge pages. Such a VM boots.
-    HugePages,
-    /// Disk limits other than the configured ones: VMs of the pool already have a disk. Such a VM is a copy.
-    DiskLimits,
-}
-
-impl KeptFromPool {
-    /// Returns the reason's label in metrics.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            KeptFromPool::HugePages => "huge-pages",
-            KeptFromPool::DiskLimits => "disk-limits",
-        }
-    }
-
-    /// Returns the fastest start path that remains.
-    pub const fn start_path(self) -> StartPath {
-        match self {
-            KeptFromPool::HugePages => StartPath::Boot,
-            KeptFromPool::DiskLimits => StartPath::Template,
-        }
-    }
 }
 
 /// Limits of all containers of a pod together. 0: not specified; negative: no limit.
@@ -184,7 +157,7 @@ impl PodSpec {
             image_volumes_on_disk: false,
             max_processes: None,
             start_path: StartPath::default(),
-            kept_from_pool: None,
+            misses_pool: false,
             vmm: None,
             vcpus,
             memory_mib,

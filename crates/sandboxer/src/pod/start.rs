@@ -88,8 +88,8 @@ pub async fn start(
     let interfaces = &interfaces;
     let mut start =
         Start { node, spec, kind, interfaces, host_ports, key, stages, place, deadline, boots: BOOTS };
-    if let Some(kept) = spec.kept_from_pool {
-        node.start_paths.missed(StartPath::Pool, kept.as_str(), None);
+    if spec.misses_pool {
+        node.start_paths.missed(StartPath::Pool, "huge-pages", None);
     }
     let mut start_path = spec.start_path;
     loop {

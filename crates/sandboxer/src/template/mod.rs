@@ -49,6 +49,13 @@ pub struct Kind {
     pub shape: Shape,
 }
 
+impl Kind {
+    /// Returns this kind with another number of network interfaces.
+    pub const fn with_nics(self, nics: u8) -> Self {
+        Self { shape: Shape { nics, ..self.shape }, ..self }
+    }
+}
+
 impl From<Shape> for Kind {
     fn from(shape: Shape) -> Self {
         Self { vmm: VmmKey::default(), shape }

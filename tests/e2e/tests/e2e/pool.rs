@@ -1,15 +1,19 @@
 //! Pods that take a VM that waited: which do, what they see of it, and where such VMs are told.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::Mount;
+use k8s_cri::v1::{Mount, NamespaceMode, PodSandboxConfig};
 use sandboxer_e2e::case::{Case, Pod, idle};
 
 use crate::templates::{pool_is_filled, told};
 
 crate::cases![
     VmAlone: a_container_sees_what_it_sees_after_a_boot, a_pod_takes_the_pools_vm_if_it_fits,
+        a_pod_without_a_network_takes_the_pools_vm, a_pod_with_its_own_limits_takes_the_pools_vm,
         vms_that_wait_are_told_by_name
 ];
 
@@ -133,6 +137,62 @@ async fn a_pod_takes_the_pools_vm_if_it_fits(case: Case) -> Result<()> {
     });
     let container = sharing.start(config).await?;
     ensure!(container.sh("cat /data/file").await? == "live");
+    Ok(())
+}
+
+/// Its guest has no network card then, as after a boot.
+async fn a_pod_without_a_network_takes_the_pools_vm(case: Case) -> Result<()> {
+    let hosts = |config: &mut PodSandboxConfig| {
+        let security = config.linux.get_or_insert_default().security_context.get_or_insert_default();
+        security.namespace_options.get_or_insert_default().network = NamespaceMode::Node.into();
+    };
+    pool_is_filled(&case).await?;
+    let missed = misses(&case)?;
+    let pooled = case.pod_with(hosts).await?;
+    ensure!(start_path(&case, &pooled)? == "pool", "it came by {}", start_path(&case, &pooled)?);
+    ensure!(misses(&case)? == missed, "it counts as one that got no VM of the pool");
+    let mut config = case.pod_config();
+    hosts(&mut config);
+    let booted = case.pod_of(&case.cri.run_pod(&config, "sandboxer-boot").await?, config);
+    let look = "ls /sys/class/net; ip -o addr; ip route; cat /proc/net/dev | cut -d: -f1";
+    let (pooled, booted) = (pooled.output(look).await?, booted.output(look).await?);
+    ensure!(pooled.starts_with("lo\n") && !pooled.contains("eth"), "{pooled}");
+    ensure!(pooled == booted, "pool:\n{pooled}\nboot:\n{booted}");
+    // A pod with a network has its card.
+    pool_is_filled(&case).await?;
+    let plain = case.pod().await?;
+    ensure!(start_path(&case, &plain)? == "pool");
+    ensure!(plain.output("ls /sys/class/net | tr '\\n' ' '").await?.trim() == "eth0 lo");
+    Ok(())
+}
+
+/// Limits of disks and of the network are set when it takes the VM.
+async fn a_pod_with_its_own_limits_takes_the_pools_vm(case: Case) -> Result<()> {
+    const RATE: u64 = 2 << 20;
+    const BURST: u64 = 4 << 20;
+    const WRITTEN: u64 = 12 << 20;
+    pool_is_filled(&case).await?;
+    let pod = case
+        .pod_with(|config| {
+            let limits = [
+                ("disk-bps", RATE.to_string()),
+                ("disk-bps-burst", BURST.to_string()),
+                ("net-bps-rx", "100Mi".into()),
+            ];
+            config.annotations.extend(limits.map(|(name, value)| (format!("io.sandboxer.{name}"), value)));
+        })
+        .await?;
+    ensure!(start_path(&case, &pod)? == "pool", "it came by {}", start_path(&case, &pod)?);
+    for name in ["first", "second"] {
+        let container = pod.start(idle(name)).await?;
+        let began = Instant::now();
+        container.sh(&format!("dd if=/dev/zero of=/big bs=1M count={} conv=fsync", WRITTEN >> 20)).await?;
+        let (took, due) = (began.elapsed(), Duration::from_secs((WRITTEN - BURST) / RATE));
+        ensure!(
+            took >= due.mul_f64(0.95),
+            "{name}: {WRITTEN} bytes took {took:?}, at least {due:?} were due"
+        );
+    }
     Ok(())
 }
 

@@ -109,13 +109,19 @@ impl Pool {
 
     /// Takes a waiting VM of this kind that is a copy of the current template, if possible one on the NUMA node
     /// `prefers`. The error is the reason why there is none.
+    ///
+    /// A pod without a network takes one with a network card, which its guest gives up: VMs without one would need a
+    /// template, and memory, of their own.
     pub fn claim(
         &self,
         kind: impl Into<Kind>,
         prefers: Option<u32>,
         templates: &Arc<Templates>,
     ) -> Result<Warm, &'static str> {
-        let kind = kind.into();
+        let mut kind: Kind = kind.into();
+        if kind == self.usual.with_nics(0) {
+            kind = self.usual;
+        }
         if self.config.max == 0 {
             return Err("off");
         }
@@ -140,8 +146,6 @@ impl Pool {
             "other-vmm"
         } else if (shape.vcpus, shape.memory_mib) != (usual.vcpus, usual.memory_mib) {
             "other-size"
-        } else if shape.nics == 0 && usual.nics > 0 {
-            "host-network"
         } else if shape.nics != usual.nics {
             "interfaces"
         } else {

@@ -11,7 +11,7 @@ use sandboxer_protocol::{
     id::SandboxId,
     link::{LinkError, LinkKey},
 };
-use sandboxer_vmm::{DiskRecord, DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError};
 use tokio::time::Instant;
 
 use crate::{
@@ -85,6 +85,7 @@ impl<'a> Prepared<'a> {
         let dir = run_dir.clone();
         undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
         let taps = match (&spec.netns, resources) {
+            // Taps of a VM that waited stay down, joined to nothing, and its guest gives the network cards up.
             (None, _) => VmTaps::None,
             (Some(netns), None) => {
                 let vmm = node.vmms.get(kind.vmm).as_ref();
@@ -101,11 +102,13 @@ impl<'a> Prepared<'a> {
 
     /// Takes a paused VM from the pool and resumes it.
     pub async fn claim(self, warm: Box<Warm>, until: Instant) -> Result<Greeted<'a>, PodError> {
-        let Self { spec, run_dir, interfaces, cgroup_attach, .. } = self;
+        let Self { node, spec, run_dir, interfaces, cgroup_attach, .. } = self;
         let vm = warm.vm.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", vm.resume()).await?;
         let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
-        let (kernel_release, spare) = (warm.ready.kernel_release, warm.spare);
+        // A pod with other limits does not use it, and gets a disk of its own.
+        let is_fit = spec.disk_limits == DiskLimits::configured(&node.config.limits);
+        let (kernel_release, spare) = (warm.ready.kernel_release, warm.spare.filter(|_| is_fit));
         let start_path = StartPath::Pool;
         Ok(Greeted { spec, until, live, kernel_release, start_path, interfaces, cgroup_attach, spare })
     }
@@ -217,6 +220,7 @@ impl Greeted<'_> {
             link_key,
             limits: Some(limits).into(),
             interfaces: (0..).zip(&self.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
+            removes_other_cards: true,
             ..Default::default()
         };
         let configured = self.live.agent.configure_pod(identity);

@@ -3,10 +3,10 @@
 
 use libfuzzer_sys::fuzz_target;
 use sandboxer_vmm::fuzzing::{qmp_message, vmm_event};
-use sandboxer_vmm::cloud_hypervisor::{version, wire::{Counters, PciDevice, Ping, VmInfo}};
+use sandboxer_vmm::cloud_hypervisor::{api, wire::{Counters, PciDevice, Ping, VmInfo}};
 
 fuzz_target!(|bytes: &[u8]| {
-    let reason = version::reason(bytes);
+    let reason = api::reason(bytes);
     assert!(!reason.contains(char::is_control) && reason.chars().count() < 1000);
     let _ = serde_json::from_slice::<Ping>(bytes);
     let _ = serde_json::from_slice::<VmInfo>(bytes);

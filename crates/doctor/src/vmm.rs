@@ -3,19 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use sandboxer_config::{VmConfig, VmmChoice};
-use sandboxer_vmm::{
-    cloud_hypervisor::version::{self, Version},
-    firecracker,
-};
+use sandboxer_vmm::version::{self, Supported, VersionError};
 
 use super::{
     kvm,
     program::{self, Answer},
     verdict::{Check, Fix, Subject},
 };
-
-/// The oldest tested QEMU.
-const QEMU_SEEN: (u32, u32) = (7, 2);
 
 const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' VMs" };
 const CLOUD_HYPERVISOR: Subject =
@@ -34,17 +28,10 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Returns Cloud Hypervisor's version, or the reason why it is not usable.
-    fn version(&self) -> Result<Version, String> {
+    /// Returns the VMM's version, or the reason why it is not usable.
+    fn version(&self, supported: &Supported) -> Result<String, String> {
         let program = self.program.display().to_string();
-        self.line().and_then(|line| Version::parse(line, program).map_err(|error| error.to_string()))
-    }
-
-    /// Returns Firecracker's version, or the reason why it is not usable.
-    fn firecracker_version(&self) -> Result<firecracker::version::Version, String> {
-        let program = self.program.display().to_string();
-        let parse = |line: &str| firecracker::version::Version::parse(line, program);
-        self.line().and_then(|line| parse(line).map_err(|error| error.to_string()))
+        self.line().and_then(|line| supported.parse(line, program).map_err(|error| error.to_string()))
     }
 
     /// Returns the line that the program printed, or the reason why it printed nothing.
@@ -70,7 +57,9 @@ pub fn other_than_qemu(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading)
         VmmChoice::Qemu => false,
         VmmChoice::Firecracker => return Some("Firecracker"),
         VmmChoice::CloudHypervisor => true,
-        VmmChoice::Auto => kvm.is_used(config.accelerator) && reading.version().is_ok(),
+        VmmChoice::Auto => {
+            kvm.is_used(config.accelerator) && reading.version(&version::CLOUD_HYPERVISOR).is_ok()
+        }
     };
     is_cloud_hypervisor.then_some("Cloud Hypervisor")
 }
@@ -90,16 +79,13 @@ fn judge_qemu(reading: &Reading) -> Check {
         Fix::commands("install it, or set vm.qemu in the configuration", ["apt-get install qemu-system-x86"])
     };
     match answer {
-        Answer::Said(line) => {
-            let named = line.trim_start_matches("QEMU emulator version ");
-            match program::version(line) {
-                Some(version) if version >= QEMU_SEEN => QEMU.ok(named),
-                Some(_) => {
-                    QEMU.warning(named, Fix::words("use QEMU 7.2 or later; 7.2 is the oldest tested version"))
-                }
-                None => QEMU.failure(format!("{program:?} is not QEMU: it printed {line:?}"), install()),
+        Answer::Said(line) => match version::QEMU.parse(line, String::new()) {
+            Ok(version) => QEMU.ok(version),
+            Err(VersionError::Unsupported { version, supported, .. }) => {
+                QEMU.warning(version, Fix::words(format!("use QEMU {supported}; older ones are not tested")))
             }
-        }
+            Err(_) => QEMU.failure(format!("{program:?} is not QEMU: it printed {line:?}"), install()),
+        },
         Answer::Missing => QEMU.failure(format!("{program:?} does not exist"), install()),
         Answer::Broken(how) => QEMU.failure(format!("{program:?} {how}"), install()),
         Answer::Silent => QEMU.warning(
@@ -112,15 +98,13 @@ fn judge_qemu(reading: &Reading) -> Check {
 /// Checks Cloud Hypervisor. The configuration decides whether it may be absent.
 pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
     let Reading { program, answer } = reading;
-    let seen = match reading.version() {
+    let seen = match reading.version(&version::CLOUD_HYPERVISOR) {
         Ok(version) if matches!(configured, VmmChoice::Auto | VmmChoice::CloudHypervisor) => {
-            return CLOUD_HYPERVISOR.ok(version.to_string());
+            return CLOUD_HYPERVISOR.ok(version);
         }
-        Ok(version) => version.to_string(),
-        Err(why) => why,
+        Ok(seen) | Err(seen) => seen,
     };
-    let install =
-        format!("install a static release binary, v{} to v{}", version::KNOWN.start(), version::KNOWN.end());
+    let install = format!("install a static release binary, {}", version::CLOUD_HYPERVISOR);
     match (configured, answer) {
         (VmmChoice::Qemu, _) => CLOUD_HYPERVISOR.not_applicable(format!("vm.vmm is \"qemu\"; {seen}")),
         (VmmChoice::Firecracker, _) => {
@@ -139,20 +123,18 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
 
 /// Checks Firecracker, if the configuration names it.
 pub fn firecracker(configured: VmmChoice, reading: &Reading) -> Check {
-    let version = reading.firecracker_version().map(|version| version.to_string());
-    match (configured, version) {
+    match (configured, reading.version(&version::FIRECRACKER)) {
         (VmmChoice::Firecracker, Ok(version)) => FIRECRACKER.ok(version),
         (VmmChoice::Firecracker, Err(why)) => FIRECRACKER.failure(
             why,
             Fix::words(format!(
                 "install a release binary, {}, or set vm.firecracker, or vm.vmm to \"auto\"",
-                firecracker::version::known()
+                version::FIRECRACKER
             )),
         ),
-        (_, seen) => FIRECRACKER.not_applicable(match seen {
-            Ok(version) => format!("the configuration does not name it; {version}"),
-            Err(why) => format!("the configuration does not name it; {why}"),
-        }),
+        (_, Ok(seen) | Err(seen)) => {
+            FIRECRACKER.not_applicable(format!("the configuration does not name it; {seen}"))
+        }
     }
 }
 

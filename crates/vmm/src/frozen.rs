@@ -4,10 +4,17 @@ use std::{
     collections::BTreeMap,
     fs::File,
     io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::{OpenOptionsExt, fchown},
+    },
     path::{Path, PathBuf},
     time::Duration,
 };
+
+use sandboxer_protocol::id::SandboxId;
+
+use super::{VmmError, run_dir::path_error};
 
 /// Name of the file with the guest's memory in a frozen VM, for a VMM that keeps it in
 /// [`VmSpec::memory_file`](super::VmSpec::memory_file).
@@ -39,10 +46,23 @@ impl Frozen {
         &self.dir
     }
 
+    /// Opens the file `name` at its beginning, for `pod`'s VMM.
+    pub(crate) fn open(&self, pod: &SandboxId, name: &str) -> Result<OwnedFd, VmmError> {
+        self.file(name).map_err(path_error(pod, "open template file", self.dir.join(name)))
+    }
+
     /// Opens the file `name` at its beginning.
     pub fn file(&self, name: &str) -> io::Result<OwnedFd> {
         let file = self.files.get(name).ok_or(io::ErrorKind::NotFound)?;
         // Reopened, because a duplicate would share its position with all others.
         Ok(File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?.into())
     }
+}
+
+/// Creates the file at `path` for the memory of a VM that is to be frozen, of `bytes` bytes, which `owner` can open.
+pub(crate) fn create_memory(path: &Path, owner: Option<u32>, bytes: u64) -> io::Result<OwnedFd> {
+    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    file.set_len(bytes)?;
+    fchown(&file, owner, owner)?;
+    Ok(file.into())
 }

@@ -7,16 +7,17 @@ use std::{fs, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Vm, VmmError};
+use super::{Vm, VmRecord, VmmError};
 
 /// Step in which memory is plugged, MiB: the size of a memory block of Linux on x86-64, and of a slot of Firecracker.
 pub const HOTPLUG_STEP_MIB: u64 = 128;
 
-/// Words on the kernel command line of a VM that can get memory.
+/// Parameters on the kernel command line of a VM that can get memory.
 ///
 /// Without the first, a process would have to bring each block of new memory online. With the second, new memory is
 /// movable, so that it can be unplugged, unless the kernel itself would have too little memory.
-pub(crate) const KERNEL_WORDS: &str = "memhp_default_state=online memory_hotplug.online_policy=auto-movable";
+pub(crate) const KERNEL_PARAMETERS: &str =
+    "memhp_default_state=online memory_hotplug.online_policy=auto-movable";
 
 /// First and longest delay between two checks of the guest. It takes a few milliseconds for each 128 MiB.
 const FIRST_LOOK: Duration = Duration::from_millis(2);
@@ -87,6 +88,12 @@ pub(crate) fn vcpu_threads(pid: u32) -> std::io::Result<u32> {
         count += u32::from(name.starts_with("vcpu"));
     }
     Ok(count)
+}
+
+/// Returns the error of a vCPU request to a VMM that cannot change their number.
+pub(crate) fn vcpus_refused(record: &VmRecord, count: u32) -> VmmError {
+    let reason = format!("{} cannot change the number of vCPUs of a running VM", record.vmm);
+    VmmError::Refused { pod: record.pod.clone(), call: call_for_vcpus(count), reason }
 }
 
 /// Returns the name of a vCPU request in errors.

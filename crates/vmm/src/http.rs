@@ -20,6 +20,8 @@ use tracing::Instrument;
 
 /// Maximum size of a response's body, bytes.
 const MAX_ANSWER: usize = 1 << 20;
+/// Maximum number of characters kept of a refusal.
+const MAX_REASON: usize = 400;
 
 /// The reason why a call had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
@@ -65,9 +67,9 @@ pub struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Makes the call on `stream`, within `limit`. Returns the body of the response; `reason` reads the body of a
+    /// Sends the call on `stream`, within `limit`. Returns the body of the response; `reason` reads the body of a
     /// refusal.
-    pub async fn made_on(
+    pub async fn send_on(
         self,
         stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
         limit: Duration,
@@ -133,4 +135,20 @@ pub fn write(body: &impl Serialize) -> Result<Bytes, ApiError> {
 /// Decodes the body of a response.
 pub fn read<A: DeserializeOwned>(answer: &[u8]) -> Result<A, ApiError> {
     serde_json::from_slice(answer).map_err(|error| ApiError::Malformed(error.to_string()))
+}
+
+/// Returns the text of a refusal as one line, bounded.
+pub fn one_line(text: &str) -> String {
+    text.trim_end().replace('\n', " ").chars().filter(|c| !c.is_control()).take(MAX_REASON).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_bounded() {
+        assert_eq!(one_line("two\nlines\r\n"), "two lines");
+        assert_eq!(one_line(&"x".repeat(5000)).len(), MAX_REASON);
+    }
 }

@@ -15,23 +15,23 @@ mod held;
 pub mod hotplug;
 mod http;
 mod huge_pages;
+mod jail_dir;
+mod jailed;
 pub mod kvm;
+mod mounted_disk;
 mod permit;
 mod preload;
 mod process;
 pub mod qemu;
 mod qmp;
 mod rate;
-mod room;
 mod run_dir;
 mod setup;
-mod shown;
 pub mod spec;
 mod tsc;
-mod version;
+pub mod version;
 mod vmms;
 mod vsock;
-mod watched;
 
 use std::{
     fmt,
@@ -138,9 +138,7 @@ pub trait Vm: Send + Sync + fmt::Debug {
     /// the guest does not use it until a process in the guest brings it online. The guest releases vCPUs after this
     /// returns: see [`hotplug::given_up`].
     async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
-        let VmRecord { pod, vmm, .. } = self.record();
-        let reason = format!("{vmm} cannot change the number of vCPUs of a running VM");
-        Err(VmmError::Refused { pod, call: hotplug::call_for_vcpus(count), reason })
+        Err(hotplug::vcpus_refused(&self.record(), count))
     }
 
     /// Listens for the guest's file requests, which arrive once [`Vm::connect_shares`] has been called. The holder of
@@ -228,6 +226,19 @@ pub struct VmmInfo {
     pub accelerator: &'static str,
     /// The reason for this VMM and accelerator: a measurement, or the configuration.
     pub accelerator_reason: String,
+}
+
+impl VmmInfo {
+    /// Returns the inputs of a template that `program` makes with the arguments `vm`.
+    fn template_inputs(&self, program: &Path, vm: Vec<String>) -> TemplateInputs {
+        TemplateInputs {
+            vmm: self.name.to_owned(),
+            version: self.version.clone(),
+            program: sandboxer_process::find(program),
+            accelerator: self.accelerator.to_owned(),
+            vm,
+        }
+    }
 }
 
 /// The inputs from the VMM that a template depends on.

@@ -35,8 +35,8 @@ pub async fn spawn(
 impl VmRecord {
     /// Finds the process of the VMM. `None`: it has ended.
     pub(super) fn process(&self) -> Result<Option<Process>, VmmError> {
-        let found = sandboxer_process::adopt(self.pid, self.start_time);
-        found.map_err(process_error(&self.pod, "inspect", self.pid))
+        let process = sandboxer_process::adopt(self.pid, self.start_time);
+        process.map_err(process_error(&self.pod, "inspect", self.pid))
     }
 
     /// Assigns the VM to `pod`: gives its VMM, the process `process`, foreground priority and moves its directory to
@@ -62,10 +62,26 @@ impl VmRecord {
         files: &[&str],
     ) -> Result<(), VmmError> {
         process.kill().map_err(process_error(&self.pod, "kill", self.pid))?;
-        let ended = tokio::time::timeout(limit, process.exited()).await;
-        ended.map_err(|_| VmmError::Hung { pod: self.pod.clone(), call: "SIGKILL".into(), limit })?;
+        let exit = tokio::time::timeout(limit, process.exited()).await;
+        exit.map_err(|_| VmmError::Hung { pod: self.pod.clone(), call: "SIGKILL".into(), limit })?;
         drop(Files::of_ended(&self.run_dir, files));
         Ok(())
+    }
+}
+
+/// Returns the outcome of connecting to the VMM of an earlier daemon. `Ok(None)`: the VMM ended meanwhile,
+/// within `limit` after the failure.
+pub async fn adopted<T>(
+    process: &Process,
+    limit: Duration,
+    outcome: Result<T, VmmError>,
+) -> Result<Option<T>, VmmError> {
+    match outcome {
+        Ok(vm) => Ok(Some(vm)),
+        Err(error) => match tokio::time::timeout(limit, process.exited()).await {
+            Ok(_) => Ok(None),
+            Err(_) => Err(error),
+        },
     }
 }
 

@@ -14,17 +14,13 @@
 
 mod command_line;
 mod slots;
-mod version;
 mod vhost;
 mod vm;
 
 use std::{
-    fs, io,
-    os::{
-        fd::{AsRawFd, OwnedFd},
-        unix::{self, fs::OpenOptionsExt},
-    },
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    process::Stdio,
     sync::Arc,
     time::Duration,
 };
@@ -43,10 +39,11 @@ use self::{
 use super::{
     DiskSpec, FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    huge_pages, preload, process,
+    frozen, huge_pages, preload, process,
     qmp::Qmp,
     run_dir::{Captures, Files, connect, path_error, reopen},
     tsc,
+    version::{self, VersionError},
 };
 
 /// The value of [`VmmInfo::name`].
@@ -66,6 +63,29 @@ pub fn program(config: &VmConfig, accelerator: &str) -> PathBuf {
         (accelerator == "kvm" && found.is_absolute()).then_some(found)
     };
     config.qemu.clone().or_else(small).unwrap_or_else(|| PROGRAM.into())
+}
+
+/// Returns QEMU's version, for messages. A QEMU that cannot be run is no error here: each boot will report it.
+async fn version(program: &Path) -> String {
+    match version::QEMU.read(program).await {
+        Ok(version) | Err(VersionError::Unsupported { version, .. }) => version,
+        Err(VersionError::Foreign { output, .. }) if !output.is_empty() => output,
+        Err(error) => format!("unknown: {error}"),
+    }
+}
+
+/// Returns whether QEMU has a filter of system calls (`-sandbox`), because it was built with libseccomp.
+async fn has_filter(program: &Path) -> bool {
+    let run = tokio::process::Command::new(program)
+        .args(["-sandbox", "off", "--version"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .status();
+    // A QEMU that does not respond may have a filter. It is requested, and a start fails with a message if it is
+    // missing.
+    !matches!(tokio::time::timeout(version::LIMIT, run).await, Ok(Ok(status)) if !status.success())
 }
 
 /// Returns the default of [`VmRecord::vmm`].
@@ -98,7 +118,8 @@ impl Qemu {
     /// Returns a QEMU that runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice to the operator.
     pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
         let program = program(config, accelerator);
-        let (version, tsc_khz) = tokio::join!(version::read(&program), tsc::frequency_khz());
+        let (version, filter, tsc_khz) =
+            tokio::join!(version(&program), has_filter(&program), tsc::frequency_khz());
         let execution = match accelerator {
             "kvm" => Execution::Kvm,
             _ => Execution::Tcg { tsc_khz },
@@ -106,8 +127,8 @@ impl Qemu {
         Self {
             program,
             execution,
-            filter: version.filter,
-            info: VmmInfo { name: NAME, version: version.text, accelerator, accelerator_reason: reason },
+            filter,
+            info: VmmInfo { name: NAME, version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
             jail: config.jail,
@@ -228,7 +249,7 @@ struct Started {
 
 impl Started {
     /// Returns the VM, which then outlives this, or kills it if `ready` is an error.
-    async fn kept_if(self, ready: Result<(), VmmError>) -> Result<Arc<dyn Vm>, VmmError> {
+    async fn keep_if(self, ready: Result<(), VmmError>) -> Result<Arc<dyn Vm>, VmmError> {
         if let Err(error) = ready {
             if let Err(left) = self.vm.kill().await {
                 tracing::error!(pod = %self.vm.record.pod, error = %left, "cannot kill a VM that did not get ready");
@@ -251,15 +272,17 @@ impl Vmm for Qemu {
         let jail = self.jail(spec)?;
         let owner = jail.as_ref().map(Jail::user);
         let memory = match &spec.memory_file {
-            Some(path) => {
-                Some(own_file(path, owner).map_err(path_error(&spec.pod, "create", path.clone()))?)
-            }
+            Some(path) => Some(frozen::create_memory(path, owner, 0).map_err(path_error(
+                &spec.pod,
+                "create",
+                path.clone(),
+            ))?),
             None => huge_pages::reserve(spec, owner)?,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
         let started = self.start(spec, begin, memory.into_iter().collect(), jail).await?;
         let limited = started.vm.limit(&spec.disks).await;
-        started.kept_if(limited).await
+        started.keep_if(limited).await
     }
 
     fn has_huge_pages(&self) -> bool {
@@ -271,20 +294,12 @@ impl Vmm for Qemu {
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
-        TemplateInputs {
-            vmm: self.info.name.to_owned(),
-            version: self.info.version.clone(),
-            program: sandboxer_process::find(&self.program),
-            accelerator: self.info.accelerator.to_owned(),
-            vm: command_line::vm(spec, self.execution, self.vhost),
-        }
+        let vm = command_line::vm(spec, self.execution, self.vhost);
+        self.info.template_inputs(&self.program, vm)
     }
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
-        let own = |name| {
-            frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
-        };
-        let (memory, state) = (own(MEMORY)?, own(STATE)?);
+        let (memory, state) = (frozen.open(&spec.pod, MEMORY)?, frozen.open(&spec.pod, STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
         let started = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
         let restored = async {
@@ -292,35 +307,23 @@ impl Vmm for Qemu {
             started.vm.limit(&spec.disks).await
         };
         let restored = restored.await;
-        started.kept_if(restored).await
+        started.keep_if(restored).await
     }
 
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
         let Some(process) = record.process()? else { return Ok(None) };
-        match self.take_over(record).await {
-            Ok((qmp, captures)) => {
-                let packets = Packets::of_running(record.pid);
-                Ok(Some(Arc::new(self.vm(record.clone(), (Arc::new(process), packets), qmp, captures))))
-            }
-            // QEMU has most likely ended meanwhile.
-            Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
-                Ok(_) => Ok(None),
-                Err(_) => Err(error),
-            },
-        }
+        let connected = self.connect(record).await;
+        let Some((qmp, captures)) = process::adopted(&process, self.call_timeout, connected).await? else {
+            return Ok(None);
+        };
+        let packets = Packets::of_running(record.pid);
+        Ok(Some(Arc::new(self.vm(record.clone(), (Arc::new(process), packets), qmp, captures))))
     }
-}
-
-/// Creates a file at `path` that `owner` can open.
-fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
-    let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-    unix::fs::fchown(&file, owner, owner)?;
-    Ok(file.into())
 }
 
 impl Qemu {
     /// Connects to the sockets of a QEMU that an earlier daemon started.
-    async fn take_over(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
+    async fn connect(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
         let VmRecord { pod, run_dir, .. } = record;
         let stderr = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;

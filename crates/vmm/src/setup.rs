@@ -9,8 +9,9 @@ use sandboxer_config::{Accelerator, Config, VmConfig, VmmChoice};
 use super::{
     Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, Vmms,
     accelerator::{self, AcceleratorError},
-    cloud_hypervisor::{self, CloudHypervisor},
-    firecracker::{self, Firecracker},
+    cloud_hypervisor::{self, CloudHypervisor, CloudHypervisorDriver},
+    firecracker::{self, FirecrackerDriver},
+    jailed::{JailedVmm, VmmDriver, adopt},
     qemu::Qemu,
     version::VersionError,
 };
@@ -21,12 +22,9 @@ pub enum SetupError {
     /// Guests cannot run as configured.
     #[error("no VMM can be used as configured")]
     Accelerator(#[from] AcceleratorError),
-    /// Cloud Hypervisor is configured but cannot be used.
-    #[error("vmm \"cloud-hypervisor\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
-    CloudHypervisor(#[source] VersionError),
-    /// Firecracker is configured but cannot be used.
-    #[error("vmm \"firecracker\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
-    Firecracker(#[source] VersionError),
+    /// The configured VMM cannot be used.
+    #[error("vmm \"{0}\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
+    Unusable(&'static str, #[source] VersionError),
     /// The configured VMM cannot emulate.
     #[error("vmm \"{0}\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
     Emulated(&'static str),
@@ -60,17 +58,17 @@ pub async fn detect_all(config: &Config) -> Result<Vmms, SetupError> {
 
 /// Finds the configured VMM and checks that it works.
 pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
-    let asked = match (config.vmm, config.accelerator) {
+    let accelerator = match (config.vmm, config.accelerator) {
         (VmmChoice::CloudHypervisor, Accelerator::Tcg) => {
             return Err(SetupError::Emulated(cloud_hypervisor::NAME));
         }
         (VmmChoice::Firecracker, Accelerator::Tcg) => return Err(SetupError::Emulated(firecracker::NAME)),
         (VmmChoice::CloudHypervisor | VmmChoice::Firecracker, _) => Accelerator::Kvm,
-        (_, asked) => asked,
+        (_, accelerator) => accelerator,
     };
-    let (accelerator, reason) = accelerator::choose(asked).await?;
+    let (accelerator, reason) = accelerator::choose(accelerator).await?;
     let vmm = choose(config, accelerator, reason).await?;
-    Ok(Arc::new(Chosen { vmm, config: config.clone() }))
+    Ok(Arc::new(ConfiguredVmm { vmm, config: config.clone() }))
 }
 
 /// Chooses the VMM for "auto": Cloud Hypervisor if it and KVM work, else QEMU with KVM, else QEMU emulating.
@@ -81,14 +79,8 @@ async fn choose(
 ) -> Result<Arc<dyn Vmm>, SetupError> {
     match (config.vmm, accelerator) {
         (VmmChoice::Qemu, _) => {}
-        (VmmChoice::CloudHypervisor, _) => {
-            let vmm = CloudHypervisor::new(config, reason).await.map_err(SetupError::CloudHypervisor)?;
-            return Ok(Arc::new(vmm));
-        }
-        (VmmChoice::Firecracker, _) => {
-            let vmm = Firecracker::new(config, reason).await.map_err(SetupError::Firecracker)?;
-            return Ok(Arc::new(vmm));
-        }
+        (VmmChoice::CloudHypervisor, _) => return jailed::<CloudHypervisorDriver>(config, reason).await,
+        (VmmChoice::Firecracker, _) => return jailed::<FirecrackerDriver>(config, reason).await,
         (VmmChoice::Auto, "kvm") => match CloudHypervisor::new(config, reason.clone()).await {
             Ok(vmm) => return Ok(Arc::new(vmm)),
             Err(unusable) => reason += &format!("; {}", chain(&unusable)),
@@ -98,15 +90,21 @@ async fn choose(
     Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
 }
 
+/// Returns the configured jailed VMM.
+async fn jailed<D: VmmDriver>(config: &VmConfig, reason: String) -> Result<Arc<dyn Vmm>, SetupError> {
+    let vmm = JailedVmm::<D>::new(config, reason).await;
+    Ok(Arc::new(vmm.map_err(|source| SetupError::Unusable(D::NAME, source))?))
+}
+
 /// The chosen VMM. It also adopts VMs of the other VMMs, because an earlier daemon may have chosen one of them.
 #[derive(Debug)]
-struct Chosen {
+struct ConfiguredVmm {
     vmm: Arc<dyn Vmm>,
     config: VmConfig,
 }
 
 #[async_trait]
-impl Vmm for Chosen {
+impl Vmm for ConfiguredVmm {
     fn info(&self) -> VmmInfo {
         self.vmm.info()
     }
@@ -140,8 +138,8 @@ impl Vmm for Chosen {
             return self.vmm.adopt(record).await;
         }
         match record.vmm.as_str() {
-            cloud_hypervisor::NAME => cloud_hypervisor::adopt(record, self.config.call_timeout).await,
-            firecracker::NAME => firecracker::adopt(record, self.config.call_timeout).await,
+            cloud_hypervisor::NAME => adopt::<CloudHypervisorDriver>(record, self.config.call_timeout).await,
+            firecracker::NAME => adopt::<FirecrackerDriver>(record, self.config.call_timeout).await,
             _ => {
                 let qemu = Qemu::on(&self.config, "tcg", "an earlier daemon's choice".into()).await;
                 qemu.adopt(record).await
@@ -204,7 +202,10 @@ mod tests {
             ("firecracker", "1.16.1", "kvm")
         );
         let error = choose(&config("Firecracker v1.13.0"), "kvm", String::new()).await.unwrap_err();
-        assert!(matches!(error, SetupError::Firecracker(VersionError::Unknown { .. })), "{error}");
+        assert!(
+            matches!(error, SetupError::Unusable("firecracker", VersionError::Unsupported { .. })),
+            "{error}"
+        );
         let emulated = VmConfig { accelerator: Accelerator::Tcg, ..config("Firecracker v1.16.1") };
         assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated("firecracker")));
     }
@@ -233,7 +234,10 @@ mod tests {
         let info = chosen(VmmChoice::Qemu, "kvm", "cloud-hypervisor v53.0").await.unwrap();
         assert_eq!((info.name, info.accelerator_reason.as_str()), ("qemu", "measured"));
         let error = chosen(VmmChoice::CloudHypervisor, "kvm", "something").await.unwrap_err();
-        assert!(matches!(error, SetupError::CloudHypervisor(VersionError::Foreign { .. })), "{error}");
+        assert!(
+            matches!(error, SetupError::Unusable("cloud-hypervisor", VersionError::Foreign { .. })),
+            "{error}"
+        );
         let dir = tempfile::tempdir().unwrap();
         let emulated = VmConfig {
             accelerator: Accelerator::Tcg,

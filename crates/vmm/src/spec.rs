@@ -121,8 +121,13 @@ impl VmSpec {
     }
 
     /// Returns the words on the kernel command line that let the VM get memory, each followed by a space.
-    pub(super) fn hotplug_words(&self) -> String {
-        if self.growth_mib == 0 { String::new() } else { format!("{} ", hotplug::KERNEL_WORDS) }
+    pub(super) fn hotplug_parameters(&self) -> String {
+        if self.growth_mib == 0 { String::new() } else { format!("{} ", hotplug::KERNEL_PARAMETERS) }
+    }
+
+    /// Returns the names of [`VmSpec::named_taps`].
+    pub(super) fn tap_names(&self) -> &[String] {
+        self.named_taps.as_ref().map_or(&[][..], |taps| &taps.names)
     }
 
     /// Duplicates each of [`VmSpec::taps`], for the VMM to inherit.
@@ -196,6 +201,11 @@ impl DiskSpec {
     pub fn record(&self) -> DiskRecord {
         let path = self.file.name().to_owned();
         DiskRecord { serial: self.serial.clone(), path, read_only: self.read_only }
+    }
+
+    /// Returns the name in errors of the call that attaches the disk.
+    pub(super) fn attaching(&self) -> String {
+        format!("attaching {} as disk {}", self.file.name().display(), self.serial)
     }
 }
 

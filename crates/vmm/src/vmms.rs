@@ -25,8 +25,8 @@ impl Vmms {
 
     /// Returns the key of the VMM that a pod requests, or of the configured one if it requests none. `None`: this
     /// daemon does not have the VMM.
-    pub fn key(&self, asked: Option<VmmName>) -> Option<VmmKey> {
-        asked.map_or(Some(VmmKey::default()), |name| self.named(name.as_str()))
+    pub fn key(&self, requested: Option<VmmName>) -> Option<VmmKey> {
+        requested.map_or(Some(VmmKey::default()), |name| self.named(name.as_str()))
     }
 
     fn named(&self, name: &str) -> Option<VmmKey> {
@@ -45,18 +45,18 @@ impl Vmms {
 
     /// Returns the VMM for VMs of an earlier daemon: the VMM of the recorded name, else the configured one, which
     /// knows them all.
-    fn of(&self, record: &VmRecord) -> &Arc<dyn Vmm> {
+    fn vmm_of(&self, record: &VmRecord) -> &Arc<dyn Vmm> {
         self.get(self.named(&record.vmm).unwrap_or_default())
     }
 
     /// Adopts a VM, as [`Vmm::adopt`] does.
     pub async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
-        self.of(record).adopt(record).await
+        self.vmm_of(record).adopt(record).await
     }
 
     /// Opens a handle to a VM's processes, as [`Vmm::hold`] does.
     pub fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
-        self.of(record).hold(record)
+        self.vmm_of(record).hold(record)
     }
 }
 

@@ -26,9 +26,9 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-use crate::room::Room;
+use crate::jail_dir::JailDir;
 
-/// Name of the VMM's socket in its room.
+/// Name of the VMM's socket in its jail directory.
 pub const SOCKET: &str = "vsock.sock";
 /// Maximum length of a response to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
 const MAX_ANSWER: usize = 14;
@@ -49,14 +49,14 @@ pub fn shares() -> String {
 /// The connection to one guest's agent, which all clones share.
 #[derive(Debug, Clone)]
 pub struct Link {
-    room: Arc<Room>,
-    heard: Arc<Heard>,
+    jail_dir: Arc<JailDir>,
+    agent: Arc<AgentState>,
 }
 
-/// The knowledge about the agent.
+/// The state of the agent, as far as the daemon knows it.
 #[derive(Debug)]
-struct Heard {
-    announced: UnixListener,
+struct AgentState {
+    announcements: UnixListener,
     /// Whether the agent may listen: it has announced itself, or may have done so before the daemon listened.
     listens: AtomicBool,
     /// A duplicate of the stream that was opened last.
@@ -65,22 +65,22 @@ struct Heard {
 
 impl Link {
     /// Returns the link to a guest that is about to start.
-    pub fn new(room: Arc<Room>) -> io::Result<Self> {
-        Self::listening(room, false)
+    pub fn new(jail_dir: Arc<JailDir>) -> io::Result<Self> {
+        Self::listening(jail_dir, false)
     }
 
     /// Returns the link to a guest that is already running.
-    pub fn of_running(room: Arc<Room>) -> io::Result<Self> {
-        Self::listening(room, true)
+    pub fn of_running(jail_dir: Arc<JailDir>) -> io::Result<Self> {
+        Self::listening(jail_dir, true)
     }
 
-    fn listening(room: Arc<Room>, listens: bool) -> io::Result<Self> {
-        let announced = room.listen(&announcements())?;
-        announced.set_nonblocking(true)?;
+    fn listening(jail_dir: Arc<JailDir>, listens: bool) -> io::Result<Self> {
+        let announcements = jail_dir.listen(&announcements())?;
+        announcements.set_nonblocking(true)?;
         Ok(Self {
-            room,
-            heard: Arc::new(Heard {
-                announced: UnixListener::from_std(announced)?,
+            jail_dir,
+            agent: Arc::new(AgentState {
+                announcements: UnixListener::from_std(announcements)?,
                 listens: AtomicBool::new(listens),
                 last: Mutex::default(),
             }),
@@ -91,16 +91,16 @@ impl Link {
     pub async fn stream(&self) -> io::Result<UnixStream> {
         self.cut();
         loop {
-            if !self.heard.listens.load(Ordering::Relaxed) {
-                self.heard.announced.accept().await?;
-                self.heard.listens.store(true, Ordering::Relaxed);
+            if !self.agent.listens.load(Ordering::Relaxed) {
+                self.agent.announcements.accept().await?;
+                self.agent.listens.store(true, Ordering::Relaxed);
             }
             if let Some(stream) = self.attempts().await? {
-                *self.heard.last.lock().unwrap_or_else(PoisonError::into_inner) =
+                *self.agent.last.lock().unwrap_or_else(PoisonError::into_inner) =
                     Some(stream.as_fd().try_clone_to_owned()?);
                 return Ok(stream);
             }
-            self.heard.listens.store(false, Ordering::Relaxed);
+            self.agent.listens.store(false, Ordering::Relaxed);
         }
     }
 
@@ -124,7 +124,7 @@ impl Link {
     }
 
     fn last(&self) -> Option<OwnedFd> {
-        self.heard.last.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.agent.last.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn cut(&self) {
@@ -148,7 +148,7 @@ impl Link {
 
     /// Connects to the agent. `None`: no process listens in the guest.
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
-        let mut stream = self.room.connect(SOCKET)?;
+        let mut stream = self.jail_dir.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {
             Err(error) if is_gone(&error) => return Ok(None),
             written => written?,
@@ -210,7 +210,7 @@ mod tests {
     #[tokio::test]
     async fn the_agent_is_connected_to_once_it_has_announced_itself() {
         let dir = tempfile::tempdir().unwrap();
-        let link = Link::new(Room::at(dir.path())).unwrap();
+        let link = Link::new(JailDir::at(dir.path())).unwrap();
         vmm(dir.path(), &["OK 1073741824\nhello", "OK 1073741825\n"]);
         {
             let early = link.stream();
@@ -228,8 +228,8 @@ mod tests {
     #[tokio::test]
     async fn an_agent_that_doesnt_listen_yet_is_waited_for() {
         let dir = tempfile::tempdir().unwrap();
-        drop(Link::new(Room::at(dir.path())).unwrap());
-        let link = Link::of_running(Room::at(dir.path())).unwrap();
+        drop(Link::new(JailDir::at(dir.path())).unwrap());
+        let link = Link::of_running(JailDir::at(dir.path())).unwrap();
         vmm(dir.path(), &["", "OK 1\n"]);
         announce(dir.path());
         link.stream().await.unwrap();
@@ -239,7 +239,7 @@ mod tests {
     async fn rubbish_is_an_error() {
         for rubbish in ["no", "OK 1073741824073741824\n", "HTTP/1.1 200 \n"] {
             let dir = tempfile::tempdir().unwrap();
-            let link = Link::of_running(Room::at(dir.path())).unwrap();
+            let link = Link::of_running(JailDir::at(dir.path())).unwrap();
             vmm(dir.path(), Vec::leak(vec![rubbish]));
             match link.stream() {
                 // Two bytes and the end, as if the agent did not listen, so the link waits.
@@ -256,7 +256,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_connect_that_is_never_answered_is_made_again_a_bounded_number_of_times() {
         let dir = tempfile::tempdir().unwrap();
-        let link = Link::of_running(Room::at(dir.path())).unwrap();
+        let link = Link::of_running(JailDir::at(dir.path())).unwrap();
         let listener = socket::listen(dir.path(), SOCKET).unwrap();
         listener.set_nonblocking(true).unwrap();
         let listener = UnixListener::from_std(listener).unwrap();
@@ -279,7 +279,7 @@ mod tests {
     #[tokio::test]
     async fn a_closed_stream_is_one_that_the_guest_has_let_go_of() {
         let dir = tempfile::tempdir().unwrap();
-        let link = Link::of_running(Room::at(dir.path())).unwrap();
+        let link = Link::of_running(JailDir::at(dir.path())).unwrap();
         link.close().await.expect("no stream is none to close");
         let listener = socket::listen(dir.path(), SOCKET).unwrap();
         listener.set_nonblocking(true).unwrap();

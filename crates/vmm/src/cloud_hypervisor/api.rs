@@ -13,14 +13,13 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::{
     passing::Passing,
-    version,
     wire::{
         Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig,
         VmInfo,
     },
 };
 pub use crate::http::ApiError;
-use crate::http::{Call, read, write};
+use crate::http::{Call, one_line, read, write};
 
 /// The API's socket, in the VM's directory.
 pub const SOCKET: &str = "control.sock";
@@ -35,6 +34,11 @@ impl Api {
     /// Returns the API of the VMM whose socket is in `run_dir`; no call takes longer than `limit`.
     pub fn new(run_dir: &Path, limit: Duration) -> Self {
         Self { run_dir: run_dir.to_owned(), limit }
+    }
+
+    /// Returns the API of the same VMM, whose socket is now in `run_dir`.
+    pub fn moved(&self, run_dir: &Path) -> Self {
+        Self::new(run_dir, self.limit)
     }
 
     /// Returns the VMM's version and process.
@@ -167,10 +171,33 @@ impl Api {
         let socket = socket::connect(&self.run_dir, SOCKET)
             .map_err(|source| ApiError::Connect { path: self.run_dir.join(SOCKET), source })?;
         let call = Call { method, path: &format!("/api/v1/{call}"), body, due };
-        call.made_on(Passing::new(socket, passed), self.limit, version::reason).await
+        call.send_on(Passing::new(socket, passed), self.limit, reason).await
     }
 }
 
 fn url(dir: &Path) -> String {
     format!("file://{}", dir.display())
+}
+
+/// Returns the reason of a refusal, from the response of any version: one line, bounded.
+pub fn reason(answer: &[u8]) -> String {
+    match serde_json::from_slice::<Vec<String>>(answer) {
+        // From the outermost cause, which only repeats the call, to the innermost.
+        Ok(causes) => one_line(&causes.join(": ")),
+        Err(_) => one_line(&String::from_utf8_lossy(answer)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_of_any_version_is_one_line() {
+        assert_eq!(
+            reason(br#"["Error from API","The VM could not boot"]"#),
+            "Error from API: The VM could not boot"
+        );
+        assert_eq!(reason(b"VM is not created\nmore"), "VM is not created more");
+    }
 }

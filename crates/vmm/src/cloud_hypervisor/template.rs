@@ -13,11 +13,8 @@
 use std::{
     fs::File,
     io::{self, Read, Write},
-    os::{
-        fd::{AsRawFd, OwnedFd, RawFd},
-        unix::fs::{OpenOptionsExt, chown, fchown},
-    },
-    path::{Path, PathBuf},
+    os::fd::{AsRawFd, OwnedFd, RawFd},
+    path::Path,
 };
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -25,23 +22,24 @@ use sandboxer_process::jail::Jail;
 use serde_json::Value;
 
 use super::wire;
-use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
+use crate::{
+    Frozen, MEMORY, VmSpec, VmmError,
+    jailed::{RESTORE, inherited},
+    run_dir::path_error,
+};
 
-const CONFIG: &str = "config.json";
-const STATE: &str = "state.json";
+/// Name of the configuration.
+pub const CONFIG: &str = "config.json";
+/// Name of the state.
+pub const STATE: &str = "state.json";
 /// Directory in the jail from which the VMM restores a copy.
 pub const DIR: &str = "/template";
-/// Directory in the VMM's room to which it writes its snapshot.
-pub const FROZEN: &str = "frozen";
 /// The only memory zone of a VM that is to be frozen or that can grow.
 pub const ZONE: &str = "memory";
 /// Maximum size of a configuration, bytes.
-const MAX_CONFIG: u64 = 1 << 20;
+pub const MAX_CONFIG: u64 = 1 << 20;
 /// Maximum size of a state, bytes.
-const MAX_STATE: u64 = 16 << 20;
-
-/// Name of the restore in errors.
-pub const CALL: &str = "loading a template";
+pub const MAX_STATE: u64 = 16 << 20;
 
 /// Returns the description of the memory of `spec`'s VM.
 pub fn memory(spec: &VmSpec) -> wire::Memory {
@@ -58,27 +56,13 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     wire::Memory { size: 0, shared: false, hotplug_method, zones: vec![zone] }
 }
 
-/// Creates the memory file of a VM that is to be frozen, owned by `user` and of full size, as the VMM requires.
-pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
-    let Some(path) = &spec.memory_file else { return Ok(None) };
-    let make = || {
-        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        file.set_len(spec.memory_mib << 20)?;
-        fchown(&file, Some(user), Some(user))?;
-        Ok(file.into())
-    };
-    make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
-}
-
 /// Returns the files that a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to them.
 pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
-    let own = |name| {
-        frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
-    };
-    let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
+    let open = |name| frozen.open(&spec.pod, name);
+    let (memory, state, config) = (open(MEMORY)?, open(STATE)?, open(CONFIG)?);
     let malformed = |reason: String| VmmError::Malformed {
         pod: spec.pod.clone(),
-        call: CALL.to_owned(),
+        call: RESTORE.to_owned(),
         reason: format!("{}: {reason}", frozen.dir().join(CONFIG).display()),
     };
     let config = read(config.into()).map_err(|error| malformed(error.to_string()))?;
@@ -93,21 +77,6 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
     };
     let config = link().map_err(path_error(&spec.pod, "prepare", DIR.into()))?;
     Ok([memory, state, config])
-}
-
-/// Moves the VMM's snapshot from its `room` to `dir`. The memory is already there; its owner becomes root, so that the
-/// VMM's user can no longer open it.
-pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
-    for (name, max) in [(CONFIG, MAX_CONFIG), (STATE, MAX_STATE)] {
-        let content = room.read(FROZEN, name, max)?;
-        File::options().write(true).create_new(true).mode(0o600).open(dir.join(name))?.write_all(&content)?;
-    }
-    chown(dir.join(MEMORY), Some(0), Some(0))
-}
-
-/// Returns the path of an inherited descriptor, valid in the process that inherited it.
-pub fn inherited(fd: RawFd) -> PathBuf {
-    format!("/proc/self/fd/{fd}").into()
 }
 
 fn read(config: File) -> io::Result<Value> {
@@ -143,6 +112,8 @@ fn path_text(path: &Path) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use serde_json::json;
 
     use super::*;

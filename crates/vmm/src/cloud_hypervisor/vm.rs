@@ -1,15 +1,13 @@
 //! A running Cloud Hypervisor.
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, OnceLock},
-    time::Duration,
 };
 
 use async_trait::async_trait;
 use sandboxer_process::Process;
-use sandboxer_protocol::id::SandboxId;
-use tokio::{sync::broadcast, time::Instant};
+use tokio::sync::broadcast;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
@@ -18,75 +16,62 @@ use super::{
     template, wire,
 };
 use crate::{
-    AgentStream, DiskSpec, HotpluggedMemory, ShareListener, ShareTransport, Vcpus, Vm, VmExit, VmRecord,
-    VmmError, hotplug,
+    DiskSpec, HotpluggedMemory, Vcpus, VmmError, hotplug,
+    http::ApiError,
+    jail_dir::disk_path,
+    jailed::{Jailed, VmDriver, VmmProcess},
     rate::RateLimiter,
-    room::{Room, shown as path_of},
     run_dir::path_error,
     spec::first_mac_text,
-    vsock::{self, Link},
-    watched::Watched,
 };
 
 /// Maximum number of events that wait for a subscriber.
 const EVENTS: usize = 16;
-/// A VM run by Cloud Hypervisor.
+
+/// The calls of a VM run by Cloud Hypervisor.
 #[derive(Debug)]
-pub(super) struct CloudHypervisorVm {
-    pub(super) record: VmRecord,
-    pub(super) watched: Watched,
-    pub(super) events: Followed,
+pub struct CloudHypervisorVm {
     pub(super) api: Api,
-    pub(super) room: Arc<Room>,
-    pub(super) link: Link,
-    /// User ID of the VMM.
-    pub(super) user: u32,
-    pub(super) call_timeout: Duration,
-    /// Time from which the VM can be frozen; see [`FREEZABLE`].
-    pub(super) freezable: Instant,
+    pub(super) events: EventReader,
 }
 
 #[async_trait]
-impl Vm for CloudHypervisorVm {
-    fn record(&self) -> VmRecord {
-        self.record.clone()
+impl VmDriver for CloudHypervisorVm {
+    const FILES: &'static [&'static str] = &[api::SOCKET, events::FILE];
+    const SNAPSHOT: &'static [(&'static str, u64)] =
+        &[(template::CONFIG, template::MAX_CONFIG), (template::STATE, template::MAX_STATE)];
+    const VERSION_CALL: &'static str = "vmm.ping";
+
+    async fn version(&self) -> Result<String, ApiError> {
+        Ok(self.api.ping().await?.version)
     }
 
-    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
-        let path = PathBuf::from(vsock::SOCKET);
-        tokio::select! {
-            stream = self.link.stream() => match stream {
-                Ok(stream) => Ok(Box::new(stream)),
-                Err(source) => Err(path_error(&self.record.pod, "connect to", path)(source)),
-            },
-            _ = self.watched.process.exited() => Err(self.watched.died("a connection to the agent").await),
-        }
+    fn assigned(&self, run_dir: &Path) -> Self {
+        Self { api: self.api.moved(run_dir), events: self.events.clone() }
     }
 
-    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
-        let call = format!("attaching {} as disk {}", disk.file.name().display(), disk.serial);
+    async fn attach_disk(&self, vm: &Jailed, disk: &DiskSpec, call: &str) -> Result<(), VmmError> {
         // The disk stays in the jail until the VMM has responded.
-        let _shown = self.watched.show(&call, self.user, std::slice::from_ref(disk)).await?;
-        self.watched.answered(&call, self.api.add_disk(&self::disk(disk))).await.map(drop)
+        let _mounted = vm.mount(call, std::slice::from_ref(disk)).await?;
+        vm.process.call(call, self.api.add_disk(&self::disk(disk))).await.map(drop)
     }
 
-    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
-        let (id, call) = (device_id(serial), format!("detaching disk {serial}"));
+    async fn detach_disk(&self, vm: &Jailed, serial: &str, call: &str) -> Result<(), VmmError> {
+        let id = device_id(serial);
         // Subscribed before the call, so that the event is not missed.
         let events = self.events.sender.subscribe();
-        match self.watched.answered(&call, self.api.remove_device(&id)).await {
-            Err(VmmError::Refused { .. }) if !self.has(&id, &call).await? => return Ok(()),
-            asked => asked?,
+        match vm.process.call(call, self.api.remove_device(&id)).await {
+            Err(VmmError::Refused { .. }) if !self.has(vm, &id, call).await? => return Ok(()),
+            removed => removed?,
         }
-        let (pod, limit) = (self.record.pod.clone(), self.call_timeout);
-        match tokio::time::timeout(limit, self.let_go(&id, &call, events)).await {
-            Ok(gone) => gone,
-            Err(_) => Err(VmmError::Hung { pod, call, limit }),
-        }
+        let limit = vm.call_timeout;
+        let released = tokio::time::timeout(limit, self.released(vm, &id, call, events)).await;
+        released
+            .unwrap_or_else(|_| Err(VmmError::Hung { pod: vm.pod().clone(), call: call.to_owned(), limit }))
     }
 
-    async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
-        let info = self.watched.answered("vm.info", self.api.info()).await?;
+    async fn hotplugged_memory(&self, vm: &Jailed) -> Result<Option<HotpluggedMemory>, VmmError> {
+        let info = vm.process.call("vm.info", self.api.info()).await?;
         Ok(zone(&info).map(|(zone, max)| HotpluggedMemory {
             plugged_mib: info.memory_actual_size.saturating_sub(zone.size) >> 20,
             requested_mib: zone.hotplugged_size.unwrap_or(0) >> 20,
@@ -94,121 +79,63 @@ impl Vm for CloudHypervisorVm {
         }))
     }
 
-    async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
-        let call = hotplug::call(mib);
-        let info = self.watched.answered(&call, self.api.info()).await?;
-        let refused = |reason: &str| VmmError::Refused {
-            pod: self.record.pod.clone(),
-            call: call.clone(),
-            reason: reason.to_owned(),
-        };
-        let (zone, max) = zone(&info).ok_or_else(|| refused("the VM was started with a fixed size"))?;
+    async fn request_memory(&self, vm: &Jailed, mib: u64, call: &str) -> Result<(), VmmError> {
+        let info = vm.process.call(call, self.api.info()).await?;
+        let fixed = || vm.refused(call, "the VM was started with a fixed size");
+        let (zone, max) = zone(&info).ok_or_else(fixed)?;
         if mib << 20 > max {
-            return Err(refused(&format!("the VM can get at most {} MiB", max >> 20)));
+            return Err(vm.refused(call, format!("the VM can get at most {} MiB", max >> 20)));
         }
         // The VMM refuses a request for the size that was requested last.
         if zone.hotplugged_size.unwrap_or(0) == mib << 20 {
             return Ok(());
         }
         let resize = wire::ResizeZone { id: &zone.id, desired_ram: zone.size + (mib << 20) };
-        self.watched.answered(&call, self.api.resize_zone(&resize)).await
+        vm.process.call(call, self.api.resize_zone(&resize)).await
     }
 
-    async fn vcpus(&self) -> Result<Option<Vcpus>, VmmError> {
-        let info = self.watched.answered("vm.info", self.api.info()).await?;
-        let (pod, pid) = (&self.record.pod, self.record.pid);
-        let plugged = hotplug::vcpu_threads(pid);
-        let plugged =
-            plugged.map_err(path_error(pod, "count vCPUs in", format!("/proc/{pid}/task").into()))?;
+    async fn vcpus(&self, vm: &Jailed) -> Result<Option<Vcpus>, VmmError> {
+        let info = vm.process.call("vm.info", self.api.info()).await?;
+        let pid = vm.process.handle.pid();
+        let plugged = hotplug::vcpu_threads(pid).map_err(path_error(
+            vm.pod(),
+            "count vCPUs in",
+            format!("/proc/{pid}/task").into(),
+        ))?;
         let wire::InfoCpus { boot_vcpus: requested, max_vcpus: max } = info.config.cpus;
         Ok(Some(Vcpus { plugged, requested, max }))
     }
 
-    async fn request_vcpus(&self, count: u32) -> Result<(), VmmError> {
-        let call = hotplug::call_for_vcpus(count);
+    async fn request_vcpus(&self, vm: &Jailed, count: u32) -> Result<(), VmmError> {
         let resize = wire::Resize { desired_vcpus: Some(count), ..wire::Resize::default() };
-        self.watched.answered(&call, self.api.resize(&resize)).await
+        vm.process.call(&hotplug::call_for_vcpus(count), self.api.resize(&resize)).await
     }
 
-    fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
-        let name = vsock::shares();
-        let listener =
-            self.room.listen(&name).map_err(path_error(&self.record.pod, "listen on", name.into()))?;
-        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Streams })
+    async fn pause(&self, vm: &Jailed) -> Result<(), VmmError> {
+        vm.process.call("pausing the guest", self.api.pause()).await
     }
 
-    /// Does nothing: a guest with a vsock connects to its host's ports by itself.
-    async fn connect_shares(&self) -> Result<(), VmmError> {
-        Ok(())
+    async fn resume(&self, vm: &Jailed) -> Result<(), VmmError> {
+        vm.process.call("resuming the guest", self.api.resume()).await
     }
 
-    async fn pause(&self) -> Result<(), VmmError> {
-        self.watched.answered("pausing the guest", self.api.pause()).await
-    }
-
-    async fn resume(&self) -> Result<(), VmmError> {
-        self.watched.answered("resuming the guest", self.api.resume()).await
-    }
-
-    async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        // A connection that still exists in the copy would break the copy's next ones.
-        let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
-        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(path_error(
-            pod,
-            "close the agent's connection on",
-            vsock::SOCKET.into(),
-        ))?;
-        tokio::time::sleep_until(self.freezable).await;
-        self.pause().await?;
-        let written = self.room.make_dir(template::FROZEN).map_err(path_error(
-            pod,
-            "create",
-            template::FROZEN.into(),
-        ))?;
-        self.watched.answered("freezing the guest", self.api.snapshot(&written)).await?;
-        template::take(&self.room, dir).map_err(path_error(pod, "store a frozen VM in", dir.to_owned()))
-    }
-
-    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
-        let record = self.record.assign(&self.watched.process, pod, run_dir)?;
-        Ok(Arc::new(Self {
-            record,
-            watched: self.watched.of(pod),
-            events: self.events.clone(),
-            api: Api::new(run_dir, self.call_timeout),
-            room: self.room.clone(),
-            link: self.link.clone(),
-            ..*self
-        }))
-    }
-
-    async fn last_lines(&self) -> Vec<String> {
-        self.watched.captures.last_lines().await
-    }
-
-    async fn exited(&self) -> VmExit {
-        let how = self.watched.end().await;
-        // Boxed: this waits for as long as the VM runs.
-        VmExit { how, last_lines: Box::pin(self.watched.captures.last_lines()).await }
-    }
-
-    async fn kill(&self) -> Result<(), VmmError> {
-        let files = [api::SOCKET, events::FILE];
-        self.record.kill(&self.watched.process, self.call_timeout, &files).await
+    async fn snapshot(&self, vm: &Jailed, dir: &Path) -> Result<(), VmmError> {
+        self.pause(vm).await?;
+        vm.process.call("freezing the guest", self.api.snapshot(dir)).await
     }
 }
 
 impl CloudHypervisorVm {
     /// Returns whether the VM still has the device `id`.
-    async fn has(&self, id: &str, call: &str) -> Result<bool, VmmError> {
-        let info = self.watched.answered(call, self.api.info()).await?;
+    async fn has(&self, vm: &Jailed, id: &str, call: &str) -> Result<bool, VmmError> {
+        let info = vm.process.call(call, self.api.info()).await?;
         Ok(info.device_tree.is_some_and(|devices| devices.contains_key(id)))
     }
 
     /// Waits until the guest has released a device.
-    async fn let_go(
+    async fn released(
         &self,
+        vm: &Jailed,
         id: &str,
         call: &str,
         mut events: broadcast::Receiver<Event>,
@@ -218,9 +145,11 @@ impl CloudHypervisorVm {
                 Ok(event) if event.is("device-removed") && event.device() == Some(id) => return Ok(()),
                 Ok(_) => {}
                 // The event may be among those that were missed.
-                Err(broadcast::error::RecvError::Lagged(_)) if !self.has(id, call).await? => return Ok(()),
+                Err(broadcast::error::RecvError::Lagged(_)) if !self.has(vm, id, call).await? => {
+                    return Ok(());
+                }
                 Err(broadcast::error::RecvError::Lagged(_)) => {}
-                Err(broadcast::error::RecvError::Closed) => return Err(self.watched.died(call).await),
+                Err(broadcast::error::RecvError::Closed) => return Err(vm.process.died(call).await),
             }
         }
     }
@@ -237,12 +166,12 @@ fn device_id(serial: &str) -> String {
     format!("disk-{serial}")
 }
 
-/// Returns the API's description of a disk, at the path at which it is shown in the jail.
+/// Returns the API's description of a disk, at the path at which it is mounted in the jail.
 pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         id: device_id(&disk.serial),
         serial: disk.serial.clone(),
-        path: path_of(&disk.serial),
+        path: disk_path(&disk.serial),
         readonly: disk.read_only,
         image_type: wire::ImageType::Raw,
         rate_limiter_config: RateLimiter::of(disk.limits),
@@ -254,26 +183,26 @@ pub(super) fn nic(nic: u8) -> wire::Net {
     wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
-/// The events of a VMM, which all clones share.
+/// The events of a VMM. Clones share them.
 #[derive(Debug, Clone)]
-pub(super) struct Followed {
+pub(super) struct EventReader {
     sender: broadcast::Sender<Event>,
     /// The task that reads the events. It ends with this, because another task reads them after an adoption.
     _task: Arc<AbortOnDropHandle<()>>,
 }
 
-impl Followed {
-    /// Starts reading the `events` of the VMM `watched`.
-    pub(super) fn new(events: Events, watched: &Watched) -> Self {
+impl EventReader {
+    /// Starts reading the `events` of a VMM.
+    pub(super) fn new(events: Events, process: &VmmProcess) -> Self {
         let (sender, _) = broadcast::channel(EVENTS);
-        let (process, cause) = (watched.process.clone(), watched.cause.clone());
-        let task = tokio::spawn(follow(events, process, cause, sender.clone()));
+        let (handle, cause) = (process.handle.clone(), process.cause.clone());
+        let task = tokio::spawn(forward(events, handle, cause, sender.clone()));
         Self { sender, _task: Arc::new(AbortOnDropHandle::new(task)) }
     }
 }
 
 /// Forwards events. Kills a VMM whose guest resets itself, because the VMM would boot it again.
-async fn follow(
+async fn forward(
     mut events: Events,
     process: Arc<Process>,
     cause: Arc<OnceLock<&'static str>>,

@@ -5,20 +5,17 @@ use std::{io, path::PathBuf, sync::Arc, time::Duration};
 use hyper::{Method, StatusCode, body::Bytes};
 use serde::Serialize;
 
-use super::{
-    version,
-    wire::{
-        Action, Balloon, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, MemoryHotplug,
-        MemoryRequest, MemoryStatus, Net, SnapshotCreate, SnapshotLoad, VmState, Vsock,
-    },
+use super::wire::{
+    Action, Balloon, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, MemoryHotplug, MemoryRequest,
+    MemoryStatus, Net, SnapshotCreate, SnapshotLoad, VmState, Vsock,
 };
 pub use crate::http::ApiError;
 use crate::{
-    http::{Call, read, write},
-    room::Room,
+    http::{Call, one_line, read, write},
+    jail_dir::JailDir,
 };
 
-/// Name of the API's socket in the VMM's room.
+/// Name of the API's socket in the VMM's jail directory.
 pub const SOCKET: &str = "api.sock";
 /// API path of the memory that the guest can get while it runs.
 const MEMORY: &str = "/hotplug/memory";
@@ -29,21 +26,21 @@ const AGAIN: Duration = Duration::from_millis(1);
 /// The API of one VMM.
 #[derive(Debug, Clone)]
 pub struct Api {
-    room: Arc<Room>,
+    jail_dir: Arc<JailDir>,
     limit: Duration,
 }
 
 impl Api {
-    /// Returns the API of the VMM with this room; no call takes longer than `limit`.
-    pub fn new(room: Arc<Room>, limit: Duration) -> Self {
-        Self { room, limit }
+    /// Returns the API of the VMM with this jail directory; no call takes longer than `limit`.
+    pub fn new(jail_dir: Arc<JailDir>, limit: Duration) -> Self {
+        Self { jail_dir, limit }
     }
 
     /// Waits until the VMM listens on its socket.
     pub async fn listens(&self) -> Result<(), ApiError> {
         let listens = async {
             loop {
-                match self.room.connect(SOCKET) {
+                match self.jail_dir.connect(SOCKET) {
                     Err(error) if starts(&error) => tokio::time::sleep(AGAIN).await,
                     connected => return connected.map(drop).map_err(unreachable),
                 }
@@ -148,8 +145,8 @@ impl Api {
         body: Bytes,
         due: StatusCode,
     ) -> Result<Bytes, ApiError> {
-        let socket = self.room.connect(SOCKET).map_err(unreachable)?;
-        Call { method, path, body, due: &[due] }.made_on(socket, self.limit, version::reason).await
+        let socket = self.jail_dir.connect(SOCKET).map_err(unreachable)?;
+        Call { method, path, body, due: &[due] }.send_on(socket, self.limit, reason).await
     }
 }
 
@@ -160,4 +157,27 @@ fn starts(error: &io::Error) -> bool {
 
 fn unreachable(source: io::Error) -> ApiError {
     ApiError::Connect { path: PathBuf::from(SOCKET), source }
+}
+
+/// Returns the reason of a refusal: one line, bounded.
+fn reason(answer: &[u8]) -> String {
+    #[derive(serde::Deserialize)]
+    struct Fault {
+        fault_message: String,
+    }
+    match serde_json::from_slice::<Fault>(answer) {
+        Ok(fault) => one_line(&fault.fault_message),
+        Err(_) => one_line(&String::from_utf8_lossy(answer)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_line() {
+        assert_eq!(reason(br#"{"fault_message":"Invalid drive\nid"}"#), "Invalid drive id");
+        assert_eq!(reason(b"not JSON"), "not JSON");
+    }
 }

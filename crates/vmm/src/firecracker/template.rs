@@ -10,12 +10,12 @@
 
 use std::{
     fs::File,
-    io::{self, Write},
+    io,
     os::{
         fd::{AsRawFd, OwnedFd, RawFd},
-        unix::fs::{FileExt, OpenOptionsExt, chown, fchown},
+        unix::fs::FileExt,
     },
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
@@ -24,31 +24,14 @@ use super::{
     vm::nic_id,
     wire::{Backend, MemoryBackend, NetworkOverride, SnapshotCreate, SnapshotLoad},
 };
-use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
+use crate::{Frozen, MEMORY, VmSpec, VmmError, jailed::inherited};
 
-const STATE: &str = "state";
-/// Directory in the VMM's room to which it writes the state.
-pub const FROZEN: &str = "frozen";
+/// Name of the state.
+pub const STATE: &str = "state";
 /// Maximum size of a state, bytes.
-const MAX_STATE: u64 = 8 << 20;
+pub const MAX_STATE: u64 = 8 << 20;
 /// Size of the blocks of memory that are checked for zeroes, bytes.
 const BLOCK: usize = 64 << 10;
-
-/// Name of the restore in errors.
-pub const CALL: &str = "loading a template";
-/// Name of the freeze in errors.
-pub const FREEZE: &str = "freezing the guest";
-
-/// Creates the memory file of a VM that is to be frozen, owned by `user`.
-pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
-    let Some(path) = &spec.memory_file else { return Ok(None) };
-    let make = || {
-        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
-        fchown(&file, Some(user), Some(user))?;
-        Ok(file.into())
-    };
-    make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
-}
 
 /// Returns the request that freezes the VM: the state goes to `dir`, the memory to the VMM's descriptor `memory`.
 pub fn snapshot(dir: &Path, memory: RawFd) -> SnapshotCreate {
@@ -57,10 +40,7 @@ pub fn snapshot(dir: &Path, memory: RawFd) -> SnapshotCreate {
 
 /// Returns the files that a VMM must inherit to restore a copy of `frozen`: the memory and the state.
 pub fn source(spec: &VmSpec, frozen: &Frozen) -> Result<[OwnedFd; 2], VmmError> {
-    let own = |name| {
-        frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
-    };
-    Ok([own(MEMORY)?, own(STATE)?])
+    Ok([frozen.open(&spec.pod, MEMORY)?, frozen.open(&spec.pod, STATE)?])
 }
 
 /// Returns the request by which a VMM that inherits `memory` and `state` restores the VM, with these taps.
@@ -77,19 +57,10 @@ pub fn load([memory, state]: &[OwnedFd; 2], taps: &[String]) -> SnapshotLoad {
     }
 }
 
-/// Moves the VMM's state from its `room` to `dir`. The memory is already there; its owner becomes root, so that the
-/// VMM's user can no longer open it.
-pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
-    let state = room.read(FROZEN, STATE, MAX_STATE)?;
-    File::options().write(true).create_new(true).mode(0o600).open(dir.join(STATE))?.write_all(&state)?;
-    let memory = dir.join(MEMORY);
-    chown(&memory, Some(0), Some(0))?;
-    dig_holes(&File::options().read(true).write(true).open(memory)?)
-}
-
-/// Frees the blocks of `file` that hold only zeroes: the VMM writes all boot memory, most of which no guest has
-/// touched. Memory that the guest can get later is already a hole.
-fn dig_holes(file: &File) -> io::Result<()> {
+/// Frees the blocks of the file `memory` that hold only zeroes: the VMM writes all boot memory, most of which no guest
+/// has touched. Memory that the guest can get later is already a hole.
+pub fn dig_holes(memory: &Path) -> io::Result<()> {
+    let file = &File::options().read(true).write(true).open(memory)?;
     let mut block = vec![0; BLOCK];
     let mut at = 0;
     loop {
@@ -114,11 +85,6 @@ fn dig_holes(file: &File) -> io::Result<()> {
     }
 }
 
-/// Returns the path of an inherited descriptor, valid in the process that inherited it.
-fn inherited(fd: RawFd) -> PathBuf {
-    format!("/proc/self/fd/{fd}").into()
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
@@ -133,8 +99,7 @@ mod tests {
         let path = dir.path().join(MEMORY);
         std::fs::write(&path, &content).unwrap();
         let whole = path.metadata().unwrap().blocks();
-        let file = File::options().read(true).write(true).open(&path).unwrap();
-        dig_holes(&file).unwrap();
+        dig_holes(&path).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), content, "the content changed");
         let left = path.metadata().unwrap().blocks();
         assert!(left < whole / 2, "{left} of {whole} blocks");

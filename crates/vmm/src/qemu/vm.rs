@@ -181,8 +181,7 @@ impl Vm for QemuVm {
         let pod = &self.record.pod;
         let name = disk.file.name();
         let file = disk.file.descriptor().map_err(path_error(pod, "attach", name.to_owned()))?;
-        let call = format!("attaching {} as disk {}", name.display(), disk.serial);
-        self.plug(disk, file).await.map_err(answer(pod, &call))
+        self.plug(disk, file).await.map_err(answer(pod, &disk.attaching()))
     }
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {

@@ -24,20 +24,23 @@ use tokio::net::UnixStream;
 
 use sandboxer_process::{
     Process,
-    jail::{ROOM, SHOWN},
+    jail::{ROOM, SHOWN as DISKS},
     socket,
 };
 
-/// The room of one VMM.
-#[derive(Debug)]
-pub struct Room(File);
+/// Path of the directory in the jail.
+pub const PATH: &str = ROOM;
 
-impl Room {
-    /// Opens the room of `process`, which is jailed.
-    pub fn of(process: &Process) -> io::Result<Self> {
+/// The writable directory in the jail of one VMM.
+#[derive(Debug)]
+pub struct JailDir(File);
+
+impl JailDir {
+    /// Opens the jail directory of `process`, which is jailed.
+    pub fn open(process: &Process) -> io::Result<Self> {
         let proc = PathBuf::from(format!("/proc/{}", process.pid()));
         let theirs = fs::metadata(proc.join("ns/mnt"))?;
-        let room = socket::open(&proc.join("root").join(ROOM.trim_start_matches('/')))?;
+        let jail_dir = socket::open(&proc.join("root").join(PATH.trim_start_matches('/')))?;
         if theirs.ino() == fs::metadata("/proc/self/ns/mnt")?.ino() {
             return Err(io::Error::other(
                 "the VMM is in the host's mount namespace: it was started without a jail",
@@ -45,12 +48,12 @@ impl Room {
         }
         // Checked last: while the process lives, its PID is not reused.
         match process.is_alive() {
-            true => Ok(Self(room)),
+            true => Ok(Self(jail_dir)),
             false => Err(io::Error::from_raw_os_error(libc::ESRCH)),
         }
     }
 
-    /// Uses `dir` as the room.
+    /// Uses `dir` as the jail directory.
     #[cfg(test)]
     pub fn at(dir: &Path) -> std::sync::Arc<Self> {
         std::sync::Arc::new(Self(socket::open(dir).unwrap()))
@@ -78,7 +81,7 @@ impl Room {
         let path = socket::within(&self.0, name);
         fs::create_dir(&path)?;
         fs::set_permissions(&path, Permissions::from_mode(0o1777))?;
-        Ok(Path::new(ROOM).join(name))
+        Ok(Path::new(PATH).join(name))
     }
 
     /// Writes the file `name`, which the VMM can open as `mode` permits, but neither remove nor replace. If both the
@@ -90,7 +93,7 @@ impl Room {
         file.write_all_at(content, 0)
     }
 
-    /// Reads the regular file `name` in the directory `dir`, which [`Room::make_dir`] created.
+    /// Reads the regular file `name` in the directory `dir`, which [`JailDir::make_dir`] created.
     pub fn read(&self, dir: &str, name: &str, max: u64) -> io::Result<Vec<u8>> {
         let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = openat(&self.0, dir, flags | OFlags::PATH | OFlags::DIRECTORY, Mode::empty())?;
@@ -109,9 +112,9 @@ impl Room {
     }
 }
 
-/// Returns the path in a jail at which `name` is shown.
-pub fn shown(name: &str) -> PathBuf {
-    Path::new(ROOM).join(SHOWN).join(name)
+/// Returns the path in a jail at which the disk `name` is mounted.
+pub fn disk_path(name: &str) -> PathBuf {
+    Path::new(PATH).join(DISKS).join(name)
 }
 
 /// Runs `work` in the mount namespace of `process`, with the jail's root, on a thread that ends afterwards.
@@ -134,31 +137,31 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn nothing_in_a_room_leads_out_of_it() {
+    async fn nothing_in_a_jail_directory_leads_out_of_it() {
         let (outside, inside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let room = Room::at(inside.path());
+        let jail_dir = JailDir::at(inside.path());
         let foreign = socket::listen(outside.path(), "foreign.sock").unwrap();
         fs::write(outside.path().join("file"), "foreign").unwrap();
         let links = [("foreign.sock", "way"), ("file", "read")];
         for (to, name) in links {
             symlink(outside.path().join(to), inside.path().join(name)).unwrap();
         }
-        room.connect("way").unwrap_err();
-        room.listen("way").expect("a link is replaced, not followed");
+        jail_dir.connect("way").unwrap_err();
+        jail_dir.listen("way").expect("a link is replaced, not followed");
         drop(foreign);
 
-        let frozen = room.make_dir("frozen").unwrap();
+        let frozen = jail_dir.make_dir("frozen").unwrap();
         assert_eq!(frozen, Path::new("/run/frozen"));
-        room.make_dir("frozen").unwrap_err();
+        jail_dir.make_dir("frozen").unwrap_err();
         let at = |name: &str| inside.path().join("frozen").join(name);
         symlink(outside.path().join("file"), at("link")).unwrap();
         fs::write(at("large"), [0; 11]).unwrap();
         fs::write(at("own"), "content").unwrap();
         for name in ["link", "large", "missing", "."] {
-            room.read("frozen", name, 10).unwrap_err();
+            jail_dir.read("frozen", name, 10).unwrap_err();
         }
-        assert_eq!(room.read("frozen", "own", 10).unwrap(), b"content");
+        assert_eq!(jail_dir.read("frozen", "own", 10).unwrap(), b"content");
         symlink(outside.path(), inside.path().join("dir")).unwrap();
-        room.read("dir", "file", 10).unwrap_err();
+        jail_dir.read("dir", "file", 10).unwrap_err();
     }
 }

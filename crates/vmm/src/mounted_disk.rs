@@ -21,36 +21,36 @@ use sandboxer_process::Process;
 
 use crate::{
     DiskSpec,
+    jail_dir::{disk_path, within},
     permit::Permit,
-    room::{self, shown, within},
 };
 
 /// A disk that is in its VM's jail until this is dropped.
 #[derive(Debug)]
-pub struct Shown {
+pub struct MountedDisk {
     process: Arc<Process>,
     path: PathBuf,
     // Held for its effect when it is dropped.
     _permit: Option<Permit>,
 }
 
-impl Shown {
+impl MountedDisk {
     /// Mounts `disk` in the jail of `process` and lets `user` open it. Blocks for a few system calls.
     pub fn new(process: Arc<Process>, user: u32, disk: &DiskSpec) -> io::Result<Self> {
         let file = File::from(disk.file.descriptor()?);
         let flags =
             OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
         let tree = open_tree(&file, "", flags)?;
-        let path = shown(&disk.serial);
+        let path = disk_path(&disk.serial);
         within(&process, || put(&tree, &path, disk.read_only))?;
         // From here on, the disk is unmounted on every path.
-        let mut shown = Self { process, path, _permit: None };
-        shown._permit = Permit::grant(file, user, !disk.read_only)?;
-        Ok(shown)
+        let mut mounted = Self { process, path, _permit: None };
+        mounted._permit = Permit::grant(file, user, !disk.read_only)?;
+        Ok(mounted)
     }
 }
 
-impl Drop for Shown {
+impl Drop for MountedDisk {
     fn drop(&mut self) {
         match within(&self.process, || hide(&self.path)) {
             // The jail is gone, with all its mounts.
@@ -93,7 +93,7 @@ fn hide(path: &Path) -> io::Result<()> {
 /// Unmounts what an earlier daemon left in the jail of `process`, and revokes the permits of `user` for it. Blocks for
 /// a few system calls.
 pub fn clear(process: &Process, user: u32) -> io::Result<()> {
-    let dir = room::shown("");
+    let dir = disk_path("");
     within(process, || {
         fs::read_dir(dir)?.try_for_each(|entry| {
             let path = entry?.path();

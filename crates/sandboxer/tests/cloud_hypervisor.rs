@@ -1,7 +1,7 @@
 //! The driver of Cloud Hypervisor, held to the published API.
 //!
-//! One suite, `cloud_hypervisor_suite/cases.rs`, runs against a double, which behaves as an old and as a new
-//! version, and against the real binary that `CLOUD_HYPERVISOR` names. `faults` need a VMM that fails on
+//! The suite of all VMMs (`vmm_suite`) and Cloud Hypervisor's own cases run against a double, which behaves as an old
+//! and as a new version, and against the real binary that `CLOUD_HYPERVISOR` names. `faults` need a VMM that fails on
 //! request, hence the double; `suite` proves that a double that differs from the API is detected; and
 //! `boots_a_pod` needs the real binary, a usable KVM and `make guest-image`.
 
@@ -10,6 +10,7 @@
 mod cloud_hypervisor_double;
 mod cloud_hypervisor_suite;
 mod test_guest;
+mod vmm_suite;
 
 use std::process::ExitCode;
 

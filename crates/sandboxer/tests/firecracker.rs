@@ -1,6 +1,7 @@
 //! The driver of Firecracker, held to the contract of all VMMs.
 //!
-//! One suite, `firecracker_suite/cases.rs`, runs against a double and against the real binary that `FIRECRACKER` names.
+//! The suite of all VMMs (`vmm_suite`) and Firecracker's own cases run against a double and against the real binary
+//! that `FIRECRACKER` names.
 //! `contract` uses the double: its guest speaks the contract's language. `boots_a_pod` needs the real binary, a usable
 //! KVM and `make guest-image`.
 
@@ -9,6 +10,7 @@
 mod firecracker_double;
 mod firecracker_suite;
 mod test_guest;
+mod vmm_suite;
 
 use std::process::ExitCode;
 

@@ -4,26 +4,92 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
 mod test_guest;
+mod vmm_suite;
 
-use std::{path::Path, task::Poll, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    task::Poll,
+    time::Duration,
+};
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
-use crate::test_guest::{
-    Guest, Pod,
-    contract::{
-        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back, frozen,
-        grows_and_shrinks, is_jailed, keeps_its_memory, keeps_the_contract,
-        requests_for_files_have_a_link_of_their_own, takes_the_disks_of_a_first_container,
+use crate::{
+    test_guest::{
+        Guest, Pod,
+        contract::{
+            a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back,
+            frozen, grows_and_shrinks, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+            takes_the_disks_of_a_first_container,
+        },
+        serve_in_memory,
     },
-    serve_in_memory,
+    vmm_suite::{Subject, cases},
 };
 
 /// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
+
+/// QEMU with the guest of `init.sh`, and the accelerator that works here.
+#[derive(Debug, Clone)]
+struct RealQemu;
+
+impl Subject for RealQemu {
+    type Vmm = Qemu;
+
+    const NAME: &'static str = "qemu";
+    const PROGRAM: &'static str = "QEMU";
+    const TEMPLATE: &'static [&'static str] = &[MEMORY, "state"];
+    const HAS_JAIL_DIR: bool = false;
+    const HAS_HOTPLUG_MEMORY: bool = false;
+    const HAS_HOTPLUG_VCPUS: bool = false;
+    const DETACHES_ALONE: bool = true;
+
+    fn real(_: PathBuf) -> Self {
+        Self
+    }
+
+    fn is_real(&self) -> bool {
+        true
+    }
+
+    async fn vmm(&self, _: &Pod, config: VmConfig) -> anyhow::Result<Qemu> {
+        Ok(Qemu::new(&config).await?)
+    }
+
+    fn spec(&self, pod: &Pod) -> VmSpec {
+        pod.spec()
+    }
+
+    fn answers(&self) -> bool {
+        true
+    }
+}
+
+/// Makes tests of cases of all VMMs.
+macro_rules! on_qemu {
+    ($($case:ident),+ $(,)?) => {$(
+        #[tokio::test(flavor = "multi_thread")]
+        async fn $case() {
+            cases::$case(RealQemu).await.unwrap();
+        }
+    )+};
+}
+
+on_qemu![
+    a_vm_boots_stands_still_and_goes_on,
+    disks_come_and_go,
+    a_frozen_vm_goes_on_as_a_copy,
+    half_a_template_is_refused_and_leaves_nothing,
+    a_vm_tells_how_much_memory_it_can_get,
+    a_vmm_is_jailed,
+    a_vm_outlives_its_daemon,
+    a_killed_vmm_is_one_error_with_its_call_and_end,
+    nothing_is_left_but_logs,
+];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_double_keeps_the_contract() {
@@ -87,16 +153,6 @@ async fn memory_that_a_guest_frees_comes_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_vm_of_qemu_keeps_its_memory_and_says_so() {
-    let pod = Pod::new("fixed");
-    let vm = test_guest::qemu().await.boot(&VmSpec { growth_mib: 256, ..pod.spec() }).await.unwrap();
-    keeps_its_memory(&*vm).await;
-    let refused = vm.request_memory(128).await.unwrap_err().to_string();
-    assert!(refused.contains("qemu cannot change the memory of a running VM"), "{refused}");
-    vm.kill().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt() {
     let vmm = test_guest::qemu().await;
     let frozen = frozen(&vmm, Pod::spec, async |_, mut guest| {
@@ -119,25 +175,6 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn half_a_template_is_refused_and_leaves_nothing() {
-    let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, async |_, _| {}).await;
-    let pod = Pod::new("half");
-    let memory = || frozen.file(MEMORY).unwrap().into();
-    for (state, error_says) in [(&b"rubbish"[..], "loading a template"), (b"", "loading a template")] {
-        std::fs::write(pod.path("state"), state).unwrap();
-        let state = std::fs::File::open(pod.path("state")).unwrap();
-        let damaged = Frozen::new(pod.path(""), [(MEMORY.into(), memory()), ("state".into(), state)].into());
-        let error = vmm.restore(&pod.spec(), &damaged).await.unwrap_err();
-        assert!(error.to_string().contains(error_says) || error.to_string().contains("exited"), "{error}");
-    }
-    let error = vmm.restore(&pod.spec(), &Frozen::new(pod.path(""), [].into())).await.unwrap_err();
-    assert!(error.to_string().contains("memory"), "{error}");
-    let left: Vec<_> = std::fs::read_dir(pod.path("run")).unwrap().flatten().map(|e| e.file_name()).collect();
-    assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")), "left behind: {left:?}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_guest_that_panics_leaves_its_last_words() {
     let pod = Pod::new("panics");
     let vm = test_guest::qemu().await.boot(&pod.spec()).await.unwrap();
@@ -156,21 +193,6 @@ async fn disks_of_the_first_moment_are_there() {
     vm.attach_disk(&pod.disk("late")).await.unwrap();
     assert_eq!(guest.ask("await late").await, "disk late ro=0 starts with late");
     vm.kill().await.unwrap();
-}
-
-/// As the kernel reports it, from outside. Booted and restored VMs alike.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_vmm_is_jailed() {
-    let vmm = test_guest::qemu().await;
-    let frozen = frozen(&vmm, Pod::spec, async |_, _| {}).await;
-    let (booted, copied) = (Pod::new("booted"), Pod::new("copied"));
-    let vms = [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
-    let kvm = vmm.info().accelerator == "kvm";
-    let users = vms.each_ref().map(|vm| is_jailed(vm.as_ref(), kvm, false));
-    assert_ne!(users[0], users[1], "two VMs are of one user");
-    for vm in vms {
-        vm.kill().await.unwrap();
-    }
 }
 
 /// Uses a script in QEMU's place: only the jail's filter is between it and the kernel. The kernel's own limit is

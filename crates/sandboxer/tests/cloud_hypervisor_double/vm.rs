@@ -189,7 +189,6 @@ impl Vm {
             })),
             "vmm.shutdown" => self.delete(),
             "vm.info" => self.info(),
-            "vm.counters" => self.running().map(|_| json!({ "__rng": {} })),
             "vm.create" => self.create(body),
             "vm.delete" => self.delete(),
             "vm.boot" => self.boot(),
@@ -202,7 +201,6 @@ impl Vm {
             "vm.restore" => self.restore(body),
             "vm.add-disk" => self.add_disk(body),
             "vm.add-net" => self.add_net(body, passed),
-            "vm.add-fs" => self.add_fs(body),
             "vm.remove-device" => self.remove(body),
             other => panic!("{other} is described and not done"),
         }

@@ -7,22 +7,16 @@ use libtest_mimic::Trial;
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 use sandboxer_vmm::{Vmm, VmmError};
 
-use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
+use super::{CloudHypervisor, api};
 use crate::{
     double::behaviour::{Behaviour, Fault},
     listed,
-    test_guest::{
-        Guest, Pod,
-        contract::{
-            copies_of_a_frozen_vm_are_vms, gets_vcpus_and_gives_them_up, grows_and_shrinks,
-            keeps_the_contract, takes_the_disks_of_a_first_container,
-        },
-        vm_config,
-    },
+    test_guest::{Guest, Pod, vm_config},
+    vmm_suite::{Case, LONG, Running, Subject, cases::the_contract_of_all_vmms_is_kept, left_in, trial},
 };
 
 pub fn trials() -> Vec<Trial> {
-    let cases: [Case; _] = listed![
+    let cases: [Case<CloudHypervisor>; _] = listed![
         the_contract_of_all_vmms_is_kept,
         a_guest_that_resets_itself_is_ended,
         a_daemon_that_chose_another_vmm_takes_the_vm_up,
@@ -36,26 +30,15 @@ pub fn trials() -> Vec<Trial> {
         an_endless_answer_is_cut,
     ];
     // Each case chooses its double itself.
-    let any = Subject::Double(Behaviour::of("v53.0"));
+    let any = CloudHypervisor::Double(Behaviour::of("v53.0"));
     cases.into_iter().map(|case| trial("faults", &any, case)).collect()
 }
 
-fn double(call: &str, fault: Fault) -> Subject {
-    Subject::Double(Behaviour::of("v53.0").with_fault(call, fault))
+fn double(call: &str, fault: Fault) -> CloudHypervisor {
+    CloudHypervisor::Double(Behaviour::of("v53.0").with_fault(call, fault))
 }
 
-async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
-    let pod = Pod::new("program");
-    let vmm = subject.vmm(&pod, vm_config()).await?;
-    keeps_the_contract(&vmm, Pod::halting_spec).await;
-    grows_and_shrinks(&vmm, Pod::halting_spec).await;
-    gets_vcpus_and_gives_them_up(&vmm, Pod::halting_spec).await;
-    takes_the_disks_of_a_first_container(&vmm, Pod::halting_spec).await;
-    copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
-    Ok(Outcome::Done)
-}
-
-async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome> {
+async fn a_guest_that_resets_itself_is_ended(subject: CloudHypervisor) -> Result<()> {
     let running = Running::of(&subject).await?;
     Guest::of(running.vm.as_ref()).await.tell("panic").await;
     let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("it was booted again")?;
@@ -64,7 +47,7 @@ async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome
     running.end().await
 }
 
-async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: Subject) -> Result<Outcome> {
+async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: CloudHypervisor) -> Result<()> {
     let running = Running::of(&subject).await?;
     let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
     let other = sandboxer_vmm::detect(&config).await?;
@@ -77,7 +60,7 @@ async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: Subject) -> Re
     running.end().await
 }
 
-async fn a_vmm_that_is_missing_is_named(subject: Subject) -> Result<Outcome> {
+async fn a_vmm_that_is_missing_is_named(subject: CloudHypervisor) -> Result<()> {
     let pod = Pod::new("contract");
     let vmm = subject.vmm(&pod, vm_config()).await?;
     // After its version was read.
@@ -88,10 +71,10 @@ async fn a_vmm_that_is_missing_is_named(subject: Subject) -> Result<Outcome> {
         "{error:?}"
     );
     ensure!(left_in(&pod.halting_spec())?.is_empty());
-    Ok(Outcome::Done)
+    Ok(())
 }
 
-async fn a_vmm_that_dies_while_it_starts_leaves_nothing(_: Subject) -> Result<Outcome> {
+async fn a_vmm_that_dies_while_it_starts_leaves_nothing(_: CloudHypervisor) -> Result<()> {
     for call in ["vm.create", "vm.boot"] {
         let fault = Fault::Exits(3, "cannot allocate 3 bytes".into());
         let error = failing_boot(double(call, fault), vm_config()).await?;
@@ -102,10 +85,10 @@ async fn a_vmm_that_dies_while_it_starts_leaves_nothing(_: Subject) -> Result<Ou
             "{error:?}"
         );
     }
-    Ok(Outcome::Done)
+    Ok(())
 }
 
-async fn a_start_that_is_refused_leaves_nothing(_: Subject) -> Result<Outcome> {
+async fn a_start_that_is_refused_leaves_nothing(_: CloudHypervisor) -> Result<()> {
     for call in ["vm.create", "vm.boot"] {
         let error = failing_boot(double(call, Fault::Refuses(500, "no".into())), vm_config()).await?;
         ensure!(
@@ -114,10 +97,10 @@ async fn a_start_that_is_refused_leaves_nothing(_: Subject) -> Result<Outcome> {
             "{error:?}"
         );
     }
-    Ok(Outcome::Done)
+    Ok(())
 }
 
-async fn a_start_that_is_never_answered_is_given_up(_: Subject) -> Result<Outcome> {
+async fn a_start_that_is_never_answered_is_given_up(_: CloudHypervisor) -> Result<()> {
     let limit = Duration::from_millis(500);
     let config = VmConfig { boot_timeout: limit, ..vm_config() };
     let error = failing_boot(double("vm.create", Fault::Silent), config).await?;
@@ -125,11 +108,11 @@ async fn a_start_that_is_never_answered_is_given_up(_: Subject) -> Result<Outcom
         matches!(&error, VmmError::Hung { call, limit: named, .. } if call == "vm.create" && *named == limit),
         "{error:?}"
     );
-    Ok(Outcome::Done)
+    Ok(())
 }
 
 /// Returns the error of a start, after which only logs may remain.
-async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
+async fn failing_boot(subject: CloudHypervisor, config: VmConfig) -> Result<VmmError> {
     let pod = Pod::new("contract");
     let spec = pod.halting_spec();
     let error = subject.vmm(&pod, config).await?.boot(&spec).await.err().context("booted")?;
@@ -139,7 +122,7 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     Ok(error)
 }
 
-async fn a_vmm_that_dies_over_a_disk_is_one_error(_: Subject) -> Result<Outcome> {
+async fn a_vmm_that_dies_over_a_disk_is_one_error(_: CloudHypervisor) -> Result<()> {
     let fault = Fault::Exits(101, "thread 'vmm' panicked".into());
     let running = Running::of(&double("vm.add-disk", fault)).await?;
     let error = attach(&running).await?;
@@ -152,7 +135,7 @@ async fn a_vmm_that_dies_over_a_disk_is_one_error(_: Subject) -> Result<Outcome>
     running.end().await
 }
 
-async fn rubbish_is_told_from_a_refusal(_: Subject) -> Result<Outcome> {
+async fn rubbish_is_told_from_a_refusal(_: CloudHypervisor) -> Result<()> {
     for fault in [
         Fault::Says("what?\r\n\r\n".into()),
         Fault::Says("HTTP/1.1 200 \r\nContent-Length: 2\r\n\r\n{".into()),
@@ -171,19 +154,20 @@ async fn rubbish_is_told_from_a_refusal(_: Subject) -> Result<Outcome> {
         );
         running.end().await?;
     }
-    Ok(Outcome::Done)
+    Ok(())
 }
 
-async fn an_answer_that_never_comes_holds_up_nobody_else(_: Subject) -> Result<Outcome> {
+async fn an_answer_that_never_comes_holds_up_nobody_else(_: CloudHypervisor) -> Result<()> {
     let config = VmConfig { call_timeout: Duration::from_secs(3), ..vm_config() };
     let running = Running::with(&double("vm.add-disk", Fault::Silent), config).await?;
-    let (error, info) = tokio::join!(attach(&running), running.api.info());
+    let api = api(running.vm.as_ref());
+    let (error, info) = tokio::join!(attach(&running), api.info());
     info.context("another call was held up")?;
     ensure!(matches!(&error, Ok(VmmError::Hung { call, .. }) if call.contains("as disk late")), "{error:?}");
     running.end().await
 }
 
-async fn an_endless_answer_is_cut(_: Subject) -> Result<Outcome> {
+async fn an_endless_answer_is_cut(_: CloudHypervisor) -> Result<()> {
     let running = Running::of(&double("vm.add-disk", Fault::Huge(100 << 20))).await?;
     let error = attach(&running).await?;
     ensure!(
@@ -193,6 +177,6 @@ async fn an_endless_answer_is_cut(_: Subject) -> Result<Outcome> {
     running.end().await
 }
 
-async fn attach(running: &Running) -> Result<VmmError> {
+async fn attach(running: &Running<CloudHypervisor>) -> Result<VmmError> {
     running.vm.attach_disk(&running.pod.disk("late")).await.err().context("a disk was plugged in")
 }

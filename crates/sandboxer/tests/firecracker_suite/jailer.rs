@@ -5,7 +5,6 @@ use std::{
     os::fd::AsRawFd,
     path::{Path, PathBuf},
     process::Command,
-    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -21,14 +20,15 @@ use sandboxer_process::{
 };
 use sandboxer_vmm::{VmSpec, Vmm};
 
-use super::{Case, Running, Subject, on_real};
-use crate::{listed, test_guest::Pod};
+use super::Firecracker;
+use crate::{
+    listed,
+    test_guest::{Pod, vm_config},
+    vmm_suite::{Case, LONG, Running, Subject, on_real},
+};
 
 /// Path of the jailer, if there is one.
 const JAILER: &str = "JAILER";
-/// Far longer than anything these tests wait for on a busy host.
-const LONG: Duration = Duration::from_secs(90);
-
 /// Least user of a jail: no other is of the host.
 const FIRST_USER: u32 = 0x7000_0000;
 
@@ -73,13 +73,13 @@ fn has_own(seen: &Seen, namespace: &str) -> bool {
 }
 
 /// What the jailer promises is the least that our jail does.
-pub async fn the_jail_promises_what_firecrackers_jailer_does(subject: Subject) -> Result<()> {
+pub async fn the_jail_promises_what_firecrackers_jailer_does(subject: Firecracker) -> Result<()> {
     let pod = Pod::new("jailer");
     let name = format!("sandboxer-test-{}", std::process::id());
     let cgroup = Hierarchies::detect()?.named(&name).context("no control group")?;
     cgroup.make().map_err(|(path, error)| error_at(&path, error))?;
     let spec = VmSpec { cgroup: Some(cgroup.clone()), ..pod.halting_spec() };
-    let vm = subject.vmm(&pod).await?.boot(&spec).await?;
+    let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
     let seen = Seen::of(vm.record().pid, name);
     vm.kill().await?;
     cgroup.remove().await.map_err(|(path, error)| error_at(&path, error))?;
@@ -129,7 +129,7 @@ impl Seen {
 
 /// Returns the tests that need Firecracker's jailer.
 pub fn trials() -> Vec<Trial> {
-    let cases: [Case; _] = listed![the_jailer_confines_no_more];
+    let cases: [Case<Firecracker>; _] = listed![the_jailer_confines_no_more];
     on_real("jailer", cases, env::var_os(JAILER).is_none().then(|| "JAILER names no program".into()))
 }
 
@@ -197,8 +197,8 @@ fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Compares, of the same program, what `sandboxer-cli inspect` shows.
-async fn the_jailer_confines_no_more(subject: Subject) -> Result<()> {
-    let Subject::Real(program) = &subject else { anyhow::bail!("a double has no jailer") };
+async fn the_jailer_confines_no_more(subject: Firecracker) -> Result<()> {
+    let Firecracker::Real(program) = &subject else { anyhow::bail!("a double has no jailer") };
     let jailed = Jailed::start(program).await?;
     let running = Running::of(&subject).await?;
     let (ours, theirs) = (Confinement::of(running.vm.record().pid)?, Confinement::of(jailed.pid)?);

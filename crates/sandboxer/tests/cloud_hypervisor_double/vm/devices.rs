@@ -43,14 +43,6 @@ impl Vm {
         added(&mut state, body["id"].as_str().unwrap_or("_net1"))
     }
 
-    pub(super) fn add_fs(&self, body: &Value) -> Result<Value, Refusal> {
-        let mut state = self.running()?;
-        if state.config.as_ref().unwrap()["memory"]["shared"] != true {
-            return refused("Using vhost-user requires using shared memory or huge pages");
-        }
-        added(&mut state, body["id"].as_str().unwrap_or("_fs1"))
-    }
-
     pub(super) fn remove(&self, body: &Value) -> Result<Value, Refusal> {
         let id = body["id"].as_str().unwrap_or_default().to_owned();
         let mut state = self.running()?;

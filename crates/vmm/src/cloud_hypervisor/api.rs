@@ -13,10 +13,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::{
     passing::Passing,
-    wire::{
-        Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig,
-        VmInfo,
-    },
+    wire::{Device, Disk, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig, VmInfo},
 };
 pub use crate::http::ApiError;
 use crate::http::{Call, one_line, read, write};
@@ -61,11 +58,6 @@ impl Api {
         self.get("vm.info").await
     }
 
-    /// Returns the traffic of the VM's devices.
-    pub async fn counters(&self) -> Result<Counters, ApiError> {
-        self.get("vm.counters").await
-    }
-
     /// Stops the CPUs.
     pub async fn pause(&self) -> Result<(), ApiError> {
         self.act("vm.pause").await
@@ -96,11 +88,6 @@ impl Api {
     /// Attaches a network card, with one open tap for each pair of its queues.
     pub async fn add_net(&self, net: &Net, taps: Vec<OwnedFd>) -> Result<PciDevice, ApiError> {
         self.add("vm.add-net", net, taps).await
-    }
-
-    /// Attaches a shared file system. The VM's memory has to be shared.
-    pub async fn add_fs(&self, fs: &Fs) -> Result<PciDevice, ApiError> {
-        self.add("vm.add-fs", fs, Vec::new()).await
     }
 
     /// Requests the guest to release a device. An event reports the removal.

@@ -50,7 +50,7 @@ pub struct Cpus {
 pub struct Memory {
     /// Size in bytes; 0 if there are zones.
     pub size: u64,
-    /// Whether other processes may map the memory, which `vm.add-fs` requires.
+    /// Whether other processes may map the memory.
     pub shared: bool,
     /// How the memory can grow; the description's default is "Acpi".
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -179,21 +179,6 @@ pub struct Net {
     pub mac: String,
     /// Number of queues, two for each tap.
     pub num_queues: usize,
-}
-
-/// The body of `vm.add-fs`.
-#[derive(Debug, Clone, Serialize)]
-pub struct Fs {
-    /// Name of the device.
-    pub id: String,
-    /// Tag by which the guest mounts it.
-    pub tag: String,
-    /// Socket of a vhost-user file server.
-    pub socket: PathBuf,
-    /// Number of request queues.
-    pub num_queues: u32,
-    /// Size of a queue, in requests.
-    pub queue_size: u32,
 }
 
 /// The body of `vm.remove-device`.
@@ -326,6 +311,3 @@ pub struct PciDevice {
     /// PCI address of the device in the guest, such as `0000:00:05.0`.
     pub bdf: String,
 }
-
-/// The response to `vm.counters`: values by device and counter.
-pub type Counters = HashMap<String, HashMap<String, u64>>;

@@ -8,6 +8,8 @@
 #[path = "../crates/sandboxer/tests/cloud_hypervisor_double/mod.rs"]
 #[allow(dead_code, reason = "the tests use all of it")]
 mod double;
+#[path = "../crates/sandboxer/tests/double_guest/mod.rs"]
+mod double_guest;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

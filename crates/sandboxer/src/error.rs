@@ -209,10 +209,7 @@ impl PodError {
             Self::Volume(error) => error.code(),
             Self::Network(error) => error.code(),
             Self::Share(error) => error.code(),
-            Self::Vmm(_)
-            | Self::Path { .. }
-            | Self::Front { .. }
-            | Self::Failed { .. } => Code::Internal,
+            Self::Vmm(_) | Self::Path { .. } | Self::Front { .. } | Self::Failed { .. } => Code::Internal,
         }
     }
 }

@@ -9,6 +9,7 @@
 
 mod cloud_hypervisor_double;
 mod cloud_hypervisor_suite;
+mod double_guest;
 mod test_guest;
 mod vmm_suite;
 

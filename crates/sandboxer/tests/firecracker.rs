@@ -7,6 +7,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
+mod double_guest;
 mod firecracker_double;
 mod firecracker_suite;
 mod test_guest;

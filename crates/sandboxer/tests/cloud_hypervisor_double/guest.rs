@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::vm::Vm;
-use crate::vmm_suite::double_guest::{self, ask_for_files, converse};
+use crate::double_guest::{self, ask_for_files, converse};
 
 /// The connections of the guest.
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);

@@ -5,7 +5,7 @@ use std::{io, os::unix::fs::FileExt, path::Path, sync::Arc, thread};
 use sandboxer_protocol::disk_index;
 
 use super::vm::{Drive, Vm};
-use crate::vmm_suite::double_guest::{self, ask_for_files, converse};
+use crate::double_guest::{self, ask_for_files, converse};
 
 /// Runs the guest, with its vsock at `socket`.
 pub fn start(socket: &Path, vm: Arc<Vm>) -> io::Result<()> {
@@ -37,7 +37,7 @@ pub fn start(socket: &Path, vm: Arc<Vm>) -> io::Result<()> {
             other => panic!("unknown command {other}"),
         })
     };
-    double_guest::start(socket, move |stream| drop(converse(stream, &answer)))
+    double_guest::start(socket, move |stream| converse(stream, &answer).unwrap_or_default())
 }
 
 /// Returns the drive of a disk: that of its slot, once it has its size.

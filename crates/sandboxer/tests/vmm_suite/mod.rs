@@ -7,7 +7,6 @@
 #![allow(unused_macros, unused_imports, reason = "several test programs use different parts of it")]
 
 pub mod cases;
-pub mod double_guest;
 pub mod pods;
 
 use std::{

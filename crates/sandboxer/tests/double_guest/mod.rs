@@ -9,9 +9,10 @@ use std::{
     thread,
 };
 
-use sandboxer_protocol::{boot::AGENT_VSOCK_PORT, share::VSOCK_PORT};
+use sandboxer_protocol::{boot::AGENT_VSOCK_PORT, link::LinkKey, share::VSOCK_PORT};
 
-use crate::test_guest::share_server::KEY;
+/// The key of `test_guest/share_server.rs`.
+const KEY: LinkKey = LinkKey::from_bytes([9; LinkKey::LEN]);
 
 /// Runs the guest, with its vsock at `socket`. Each connection is served by `serve`, on a thread of its own.
 pub fn start(socket: &Path, serve: impl Fn(&UnixStream) + Send + Sync + 'static) -> io::Result<()> {

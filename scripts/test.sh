@@ -13,7 +13,7 @@ GATE_LIMIT=900
 parts=(fast core)
 case ${1:-} in
 '') ;;
-rest) parts=(guests stack-rest chart kvm deb soak fuzz gate) ;;
+rest) parts=(guests stack-rest chart kvm deb soak fuzz gate versions rights) ;;
 *) die "usage: see the head of $0" ;;
 esac
 

@@ -2,7 +2,7 @@
 have to pass and requests that have to be refused. A token on a node is everybody's who is root there.
 
 API server and etcd are real, in the tests' network namespace; no kubelet and no controller runs, and nodes and pods are objects alone.
-Run by `make test-chart`, which sets HELM, APISERVER and ETCD. Needs root.
+Run by `make test-rights`, which sets HELM, APISERVER and ETCD. Needs root.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ if [[ -z $program ]]; then
     scripts/node.sh build "$program" "$helper"
 fi
 log=$ROOT/target/bench-placement.log
-plan=(SANDBOXER_BENCH_ROUNDS=2 SANDBOXER_BENCH_PODS=1,2,4 SANDBOXER_BENCH_RATES=10,20,40,80,160,320 SANDBOXER_BENCH_BOUND_MS=200 SANDBOXER_BENCH_SECONDS=8)
+plan=(SANDBOXER_BENCH_ROUNDS=2 "SANDBOXER_BENCH_PODS=1,2,4" "SANDBOXER_BENCH_RATES=10,20,40,80,160,320" SANDBOXER_BENCH_BOUND_MS=200 SANDBOXER_BENCH_SECONDS=8)
 options=()
 for of in "${plan[@]}"; do
     name=${of%%=*}

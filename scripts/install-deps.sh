@@ -23,6 +23,8 @@ others=(
     gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     # libFuzzer, for make fuzz
     g++
+    # make lint
+    shellcheck
     # the package, and its check
     dpkg-dev lintian
     # the chart's tests

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks dependencies against deny.toml, the syntax of the scripts, that doc comments name their subject, and that table cells
+# Checks dependencies against deny.toml, the scripts, that doc comments name their subject, and that table cells
 # of docs/*.md are short.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -11,12 +11,8 @@ scripts=(scripts/*.sh scripts/node/* deploy/tests/*.sh tests/e2e/tests/programs/
 sh_scripts=(deploy/installer/installer deploy/tests/node-double/*)
 for script in "${scripts[@]}"; do bash -n "$script"; done
 for script in "${sh_scripts[@]}"; do sh -n "$script"; done
-if command -v shellcheck >/dev/null; then
-    shellcheck -x -S warning "${scripts[@]}"
-    shellcheck -s dash -S warning "${sh_scripts[@]}"
-else
-    say "skipped: shellcheck of the scripts (not installed)"
-fi
+shellcheck -x -S warning "${scripts[@]}"
+shellcheck -s dash -S warning "${sh_scripts[@]}"
 
 unnamed=$(git ls-files 'crates/*/src/*.rs' 'benches/*.rs' | xargs awk -f scripts/doc-comments.awk)
 [[ -z $unnamed ]] || die "doc comments without a subject (a pronoun first, or one word):"$'\n'"$unnamed"

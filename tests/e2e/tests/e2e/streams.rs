@@ -214,8 +214,8 @@ async fn attach_to_stdin(case: Case) -> Result<()> {
 /// A terminal that was stopped, or whose link hangs, while it is attached: the container's crash is reported all the same.
 async fn exit_while_nobody_reads_what_is_attached(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    // More than all sockets and pipes on the way hold.
-    let script = "read go; head -c 16000000 /dev/zero | tr '\\0' x; exit 3";
+    // More than all sockets and pipes on the way hold, by a process that does not end by itself.
+    let script = "read go; { head -c 16000000 /dev/zero | tr '\\0' x; } & sleep 1; exit 3";
     let mut config = shell("c", script);
     config.stdin = true;
     let container = pod.start(config).await?;

@@ -133,13 +133,13 @@ fn mounted(mountinfo: &str) -> (String, u32) {
     (root, writable)
 }
 
-/// Returns the path in the unified hierarchy, or else in the first one.
+/// Returns the path in the unified hierarchy, or else in the first one that has groups: with version 1 in use, the unified
+/// hierarchy and those that nobody uses show their roots.
 fn cgroup(text: &str) -> String {
     let path = |line: &str| line.splitn(3, ':').nth(2).map(str::to_owned);
-    let unified = text.lines().find(|line| line.starts_with("0::")).and_then(path);
-    let named = || text.lines().next().and_then(path).unwrap_or_default();
-    // With version 1 in use, the unified hierarchy exists and is empty.
-    unified.filter(|path| path != "/").unwrap_or_else(named)
+    let unified = text.lines().find(|line| line.starts_with("0::"));
+    let mut paths = unified.into_iter().chain(text.lines()).filter_map(path);
+    paths.find(|path| path != "/").unwrap_or_else(|| "/".to_owned())
 }
 
 #[cfg(test)]
@@ -166,7 +166,8 @@ mod tests {
             601 600 8:1 /usr /usr ro,nosuid,nodev - ext4 /dev/root rw\n\
             602 600 0:5 /null /dev/null rw,nosuid,noexec shared:2 - devtmpfs udev rw\n";
         assert_eq!(mounted(mountinfo), ("tmpfs ro,nosuid,nodev,noexec".into(), 1));
-        assert_eq!(cgroup("4:memory:/pod/x\n0::/\n"), "/pod/x");
+        assert_eq!(cgroup("21:hugetlb:/\n4:memory:/pod/x\n0::/\n"), "/pod/x");
+        assert_eq!(cgroup("4:memory:/\n0::/\n"), "/");
         assert_eq!(cgroup("0::/kubepods/y\n"), "/kubepods/y");
     }
 }

@@ -327,7 +327,7 @@ class Installers(Policies):
         for kind, body in ((STRATEGIC, own), (JSON_PATCH, [{"op": "add", "path": "/metadata/labels/io.sandboxer~1node", "value": "ready"}]),
                            (APPLY, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "rich", **own["metadata"]}})):
             with self.subTest(kind):
-                self.passes(cluster.of_nodes["rich"], "PATCH", "/api/v1/nodes/rich?fieldManager=installer&force=true", body, kind)
+                self.passes(cluster.of_nodes["rich"], "PATCH", f"/api/v1/nodes/rich?fieldManager=installer{'&force=true' if kind == APPLY else ''}", body, kind)
         self.assertEqual(self.label(cluster.of_nodes["rich"], "rich", None)[0], 200)
 
     def test_another_node_is_refused_and_so_is_a_token_of_no_node(self):
@@ -366,7 +366,7 @@ class Installers(Policies):
                 self.refused("/api/v1/nodes/plain", self.NODE, cluster.of_nodes["plain"], "PATCH", "/api/v1/nodes/plain", body, MERGE)
 
     def test_whatever_role_it_has_it_makes_deletes_and_enters_no_node(self):
-        every = [{"apiGroups": [""], "resources": ["nodes", "nodes/*"], "verbs": ["*"]}]
+        every = [{"apiGroups": [""], "resources": ["nodes", "nodes/status", "nodes/proxy"], "verbs": ["*"]}]
         client = cluster.of_nodes["plain"]
         condition = {"type": "Ready", "status": "True", "reason": "x", "message": "y"}
         with widened(ROLE_OF_INSTALLER, every):
@@ -447,7 +447,7 @@ class Removers(Policies):
                 self.refused(self.path, self.TEXT, cluster.remover, "PATCH", self.path, body, STRATEGIC)
 
     def test_whatever_role_it_has_it_makes_and_deletes_none(self):
-        every = [{"apiGroups": ["apps"], "resources": ["daemonsets", "daemonsets/*"], "verbs": ["*"]}]
+        every = [{"apiGroups": ["apps"], "resources": ["daemonsets", "daemonsets/status"], "verbs": ["*"]}]
         new = copy.deepcopy(cluster.daemon_set)
         new["metadata"]["name"] = "new"
         with widened(ROLE_OF_REMOVER, every):

@@ -99,8 +99,10 @@ async fn installed(node: &mut Node, reader: &mut Visit<'_>) -> Result<()> {
 async fn first_pod(node: &mut Node, reader: &mut Visit<'_>, begin: Instant) -> Result<()> {
     let said = node.step("the page's pod, to its log", async || reader.run("pod")).await?;
     node.note("all from apt install to that log", begin.elapsed());
-    let hello = said.lines().last().unwrap_or_default();
-    let kernels: Vec<_> = said.lines().rev().skip(1).take(2).collect();
+    // crictl ends a command's output with empty lines of its own.
+    let lines: Vec<_> = said.lines().rev().filter(|line| !line.is_empty()).collect();
+    let hello = *lines.first().unwrap_or(&"");
+    let kernels: Vec<_> = lines.iter().skip(1).take(2).copied().collect();
     ensure!(kernels.len() == 2 && kernels[0] != kernels[1], "one kernel of pod and node: {said}");
     ensure!(hello == format!("hello from Linux {}", kernels[1]), "{said}");
     let seen = node.step("a look at it", async || reader.run("look")).await?;

@@ -1,8 +1,9 @@
 //! The store of descriptors on a host without systemd: a process that starts the front, keeps the descriptors that it
 //! sends, and hands them to the next front.
 //!
-//! It speaks systemd's protocol, as far as the front uses it, and is as strict: see sd_notify(3) and sd_listen_fds(3).
-//! It must not be killed: front and worker end with it.
+//! The keeper speaks systemd's protocol, as far as the front uses it, and is as strict: see sd_notify(3) and
+//! sd_listen_fds(3).
+//! The keeper must not be killed: front and worker end with it.
 
 use std::{
     env,

@@ -1,6 +1,6 @@
 //! An rtnetlink client: one request at a time.
 //!
-//! It blocks on purpose: on the host it runs in a thread that has entered a pod's network namespace and ends
+//! The client blocks on purpose: on the host it runs in a thread that has entered a pod's network namespace and ends
 //! afterwards, and in a guest in the only thread. The kernel responds within the sending call.
 
 mod link;

@@ -38,7 +38,7 @@ pub const RESET_ENDS: [&str; 2] = ["reboot=k", "acpi=off"];
 pub const TEMPLATE: &str = "SANDBOXER_TEMPLATE";
 
 /// Returns the initial Ethernet address of network device `nic` of a VM, by which the agent identifies it.
-/// It is locally administered; the guest replaces it with the pod's.
+/// The address is locally administered; the guest replaces it with the pod's.
 pub const fn first_mac(nic: u8) -> [u8; 6] {
     [0x02, b's', b'b', b'x', 0, nic]
 }

@@ -6,7 +6,7 @@ use clap::Parser;
 
 /// Runs every pod of this node in a microVM of its own, for containerd.
 ///
-/// It becomes sandboxer-front, which containerd stays connected to, and which starts it again as its worker.
+/// The process becomes sandboxer-front, which containerd stays connected to, and which starts it again as its worker.
 /// sandboxer-share serves live directories to one pod. containerd runs containerd-shim-sandboxer-v1, which answers
 /// one question and exits. Nobody runs these three by hand.
 #[derive(Debug, Parser)]

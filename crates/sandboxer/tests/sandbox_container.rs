@@ -87,7 +87,7 @@ impl Containers for FakeContainerd {
     }
 }
 
-/// Its tasks.
+/// The tasks of the sandbox container.
 #[derive(Clone, Default)]
 struct FakeTasks(Arc<Mutex<HashSet<String>>>);
 

@@ -1,7 +1,7 @@
 //! A VMM double for tests: no process, no kernel, no isolation.
 //!
-//! Its guests are functions that a test supplies; its VMs fail on request. `tests/vmm_contract.rs` holds it to the
-//! same contract as a real VMM.
+//! The guests of this VMM are functions that a test supplies; its VMs fail on request. `tests/vmm_contract.rs` holds it
+//! to the same contract as a real VMM.
 
 mod guest;
 mod memory;

@@ -1,8 +1,8 @@
 //! The directory that a jailed VMM can write to, as the daemon accesses it.
 //!
-//! It is a file system in memory, visible to no other process, and disappears with its VMM. A hostile VMM may have
-//! written what the daemon finds there, so no link is followed and no file is read beyond a bound. The VMM can neither
-//! remove nor replace what the daemon creates there, because the directory is root's and sticky.
+//! The directory is a file system in memory, visible to no other process, and disappears with its VMM. A hostile VMM may
+//! have written what the daemon finds there, so no link is followed and no file is read beyond a bound. The VMM can
+//! neither remove nor replace what the daemon creates there, because the directory is root's and sticky.
 
 use std::{
     fs::{self, File, Permissions},

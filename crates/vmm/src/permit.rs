@@ -1,7 +1,7 @@
 //! Lets the user of one jail open one file of the host, such as a disk, that another user owns.
 //!
-//! It adds an entry to the file's access control list (acl(5)), as logind does for devices of a seat. Other users are
-//! not affected, and the entry exists only while the VMM opens the file. The jail decides which files can be reached.
+//! A permit adds an entry to the file's access control list (acl(5)), as logind does for devices of a seat. Other users
+//! are not affected, and the entry exists only while the VMM opens the file. The jail decides which files can be reached.
 //!
 //! A daemon that is killed meanwhile leaves an entry. The next daemon removes it when it adopts the VM. Entries of VMs
 //! that are gone are removed when the file is next opened for a VMM.

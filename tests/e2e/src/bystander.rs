@@ -9,7 +9,7 @@ use crate::insist::once_seen;
 pub struct Bystander {
     /// The pod.
     pub pod: Pod,
-    /// Its container.
+    /// The container of the bystander.
     pub container: Container,
 }
 

@@ -158,7 +158,7 @@ const UNNOTICED: [&str; 2] = ["container is still running", "ttrpc: closed"];
 pub struct Pod {
     /// The sandbox id.
     pub id: String,
-    /// Its configuration.
+    /// The configuration of the pod.
     pub config: PodSandboxConfig,
     cri: Cri,
 }
@@ -359,7 +359,7 @@ impl Logs {
 /// A container that has ended.
 #[derive(Debug)]
 pub struct Ended {
-    /// Its last status.
+    /// The last status of the container.
     pub status: ContainerStatus,
     /// All of its log.
     pub logs: Logs,

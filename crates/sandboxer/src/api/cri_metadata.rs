@@ -1,6 +1,7 @@
 //! CRI's description of a pod, which containerd stores with the pod's sandbox container: Go's messages as JSON.
 //!
-//! It contains all that a sandbox controller's `Create` receives. Fields that the daemon does not use are not read.
+//! The description contains all that a sandbox controller's `Create` receives. Fields that the daemon does not use are
+//! not read.
 
 use std::collections::HashMap;
 

@@ -1,6 +1,6 @@
 //! The task that owns a pod.
 //!
-//! It handles requests and results of work one at a time, and never blocks: slow work runs in other tasks, whose
+//! The task handles requests and results of work one at a time, and never blocks: slow work runs in other tasks, whose
 //! results come back as [`Done`]. So status and stop are handled while a start is in progress, and no lock is needed.
 
 mod adoption;

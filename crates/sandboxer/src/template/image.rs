@@ -5,8 +5,8 @@
 //! <key>/…                the VMM's files, under its names
 //! ```
 //!
-//! It is written to a temporary directory, synced and renamed: a directory of that name is complete, unless it was
-//! damaged later.
+//! A template is written to a temporary directory, synced and renamed: a directory of that name is complete, unless it
+//! was damaged later.
 
 use std::{
     collections::BTreeMap,

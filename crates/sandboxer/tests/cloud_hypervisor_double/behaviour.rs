@@ -10,7 +10,7 @@ const FILE: &str = "nothing";
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Behaviour {
-    /// Its version, as in "v53.0".
+    /// The version of the double, as in "v53.0".
     pub version: String,
     /// The fault of a call.
     pub faults: BTreeMap<String, Fault>,

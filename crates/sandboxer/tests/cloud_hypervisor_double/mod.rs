@@ -1,6 +1,6 @@
 //! A double of Cloud Hypervisor: a process that speaks its API and runs nothing.
 //!
-//! It is this test program under another name, so a driver starts it as it starts the real one. It knows the
+//! The double is this test program under another name, so a driver starts it as it starts the real one. It knows the
 //! published description of the API (`description.rs`), and which call is possible in which state (`vm.rs`);
 //! its guest (`guest.rs`) is a few threads.
 

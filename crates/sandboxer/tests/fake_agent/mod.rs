@@ -39,9 +39,9 @@ pub const LATE: &str = "late";
 pub struct FakeAgent {
     /// By container and exec; the exec of a container's init is empty.
     processes: Arc<Mutex<HashMap<(String, String), Process>>>,
-    /// It does not power off on request.
+    /// The guest does not power off on request.
     pub lingers: Arc<AtomicBool>,
-    /// It removes no container.
+    /// The agent removes no container.
     pub keeps_containers: Arc<AtomicBool>,
     power: Option<Power>,
     link_key: Option<watch::Sender<LinkKey>>,
@@ -71,7 +71,7 @@ pub struct FakeAgent {
     pub uses_at_most: Arc<std::sync::atomic::AtomicU32>,
     /// CPUs that its guest uses; 0: those that it had at first.
     pub online: Arc<std::sync::atomic::AtomicU32>,
-    /// Its VMM provides a clock.
+    /// The VMM provides a clock.
     keeps_time: bool,
     began: Began,
 }
@@ -202,7 +202,7 @@ impl Agent for FakeAgent {
         Ok(Default::default())
     }
 
-    /// Its guest uses nothing.
+    /// The guest uses nothing.
     async fn stats(&self, _: &TtrpcContext, _: wire::StatsRequest) -> Result<wire::StatsResponse> {
         Ok(Default::default())
     }

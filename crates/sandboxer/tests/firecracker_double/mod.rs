@@ -1,6 +1,6 @@
 //! A double of Firecracker: a process that speaks its API and runs nothing.
 //!
-//! It is this test program under another name, so a driver starts it as it starts the real one. Which call is
+//! The double is this test program under another name, so a driver starts it as it starts the real one. Which call is
 //! possible when, and with which body, is in `vm.rs`; its guest (`guest.rs`) is a few threads.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test helper fails its test")]

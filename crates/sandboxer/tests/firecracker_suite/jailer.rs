@@ -37,7 +37,7 @@ struct Seen {
     confinement: Confinement,
     environment: Vec<String>,
     session: u32,
-    /// Its open files that are directories: each would be a way out of its root.
+    /// The open files of the VMM that are directories: each would be a way out of its root.
     directories: usize,
     devices: Vec<String>,
     /// The control group that was asked for.

@@ -1,6 +1,6 @@
 //! A double of a hostile agent, or of an attacker's program in its place.
 //!
-//! It greets as any agent does and answers every call with an empty message, which means success,
+//! The agent greets as any agent does and answers every call with an empty message, which means success,
 //! until its nature shows.
 
 mod asker;

@@ -1,8 +1,8 @@
 //! A volume whose server stops answering: a FUSE file system with one file, served here according to Linux'
 //! `include/uapi/linux/fuse.h`. Needs root.
 //!
-//! It answers all processes, such as containerd, until it must stop answering some. A process whose request has been
-//! read but not answered cannot abort it, even if it is killed.
+//! The server answers all processes, such as containerd, until it must stop answering some. A process whose request has
+//! been read but not answered cannot abort it, even if it is killed.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
@@ -49,7 +49,7 @@ const BATCH_FORGET: u32 = 42;
 const IN_HEADER: usize = 40;
 /// The inode of the one file.
 const FILE: u64 = 2;
-/// Its content.
+/// The content of the file.
 const CONTENT: &[u8] = b"content";
 
 /// A mounted volume; it is unmounted when this is dropped, and waiting processes get an error.

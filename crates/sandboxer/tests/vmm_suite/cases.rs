@@ -191,7 +191,7 @@ pub async fn half_a_template_is_refused_and_leaves_nothing<S: Subject>(subject: 
     Ok(())
 }
 
-/// Its guest takes nothing, since it does nothing.
+/// The guest takes nothing, since it does nothing.
 pub async fn a_vm_tells_how_much_memory_it_can_get<S: Subject>(subject: S) -> Result<()> {
     let pod = Pod::new("grows");
     let spec = VmSpec { growth_mib: GROWTH_MIB, ..subject.spec(&pod) };

@@ -135,7 +135,7 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Its statistics are the last ones and come in time, and it goes on where it was.
+/// The statistics are the last ones and come in time, and it goes on where it was.
 async fn guest_that_stands_still(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;

@@ -245,7 +245,7 @@ async fn shares(case: &Case, handler: &str) -> Result<Vec<f64>> {
 
 /// Where the kernel has its huge pages of 2 MiB.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
-/// Those of a pod of 256 MiB.
+/// The huge pages of a pod of 256 MiB.
 const POD_PAGES: u64 = 128;
 
 fn huge_pages(name: &str) -> Result<u64> {

@@ -140,7 +140,7 @@ async fn a_pod_takes_the_pools_vm_if_it_fits(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Its guest has no network card then, as after a boot.
+/// The guest has no network card then, as after a boot.
 async fn a_pod_without_a_network_takes_the_pools_vm(case: Case) -> Result<()> {
     let hosts = |config: &mut PodSandboxConfig| {
         let security = config.linux.get_or_insert_default().security_context.get_or_insert_default();

@@ -199,7 +199,7 @@ async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
     follow_cpus(case, &pod, &container, start_path).await
 }
 
-/// Its vCPUs follow too, where the VMM has that.
+/// The vCPUs follow too, where the VMM has that.
 async fn follow_cpus(case: &Case, pod: &Pod, container: &Container, start_path: &str) -> Result<()> {
     ensure!(vcpus(container).await? == FEW);
     let vmm = told(case, &["inspect", &pod.id])?["vmm"].clone();

@@ -373,7 +373,7 @@ async fn what_programs_do_to_files(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Its ACL gives a user what its mode does not.
+/// The ACL of the directory gives a user what its mode does not.
 async fn directory_of_another_user(case: Case) -> Result<()> {
     let host = host()?;
     let private = host.path().join("private");

@@ -37,7 +37,7 @@ pub struct Known {
     pub what: String,
     /// Why it differs.
     pub why: String,
-    /// It depends on chance, so it need not show.
+    /// The observation depends on chance, so it need not show.
     #[serde(default)]
     pub sometimes: bool,
 }

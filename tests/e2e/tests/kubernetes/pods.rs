@@ -187,9 +187,9 @@ pub const WAIT: &str = "trap 'exit 0' TERM; while :; do sleep 1 & wait $!; done"
 /// A pod.
 pub struct Pod<'a> {
     run: &'a Run<'a>,
-    /// Its name.
+    /// The name of the pod.
     pub name: String,
-    /// Its uid.
+    /// The uid of the pod.
     pub uid: String,
 }
 

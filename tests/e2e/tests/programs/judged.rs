@@ -11,7 +11,7 @@ use crate::{KNOWN, PROGRAMS, Program};
 
 /// How a program ended.
 pub struct Ending {
-    /// Its exit code; `None` if it could not be started or did not end.
+    /// The exit code; `None` if it could not be started or did not end.
     pub exit: Option<i32>,
     /// What is compared.
     pub stdout: String,

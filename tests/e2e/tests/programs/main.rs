@@ -32,7 +32,7 @@ const AT_ONCE: usize = 2;
 /// What a program may do.
 #[derive(Clone, Copy, PartialEq)]
 enum Rights {
-    /// Those of a container by default.
+    /// The privileges of a container by default.
     Default,
     /// User 33, without capabilities.
     User,

@@ -7,8 +7,8 @@ const RESERVE: u64 = 8;
 
 /// The file in which the kernel reports total memory, and memory available without swapping.
 ///
-/// It covers the whole host. The limit of the daemon's own cgroup is ignored: most of its usage is page cache, which
-/// does not show how much is still available.
+/// The figures cover the whole host. The limit of the daemon's own cgroup is ignored: most of its usage is page cache,
+/// which does not show how much is still available.
 #[derive(Debug)]
 pub struct Meminfo(PathBuf);
 

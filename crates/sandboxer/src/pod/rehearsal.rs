@@ -6,7 +6,6 @@
 //! rehearsal runs the first one: once in the guest of a template, for all its copies, and again in each copy that waits
 //! in the pool. It uses the same code path as every container, with a spec like containerd's, since only repeated work
 //! gets faster. Its container prints one line and leaves nothing.
-//! line and leaves nothing.
 
 mod program;
 

@@ -58,10 +58,11 @@ tools: deps ## build containerd and runc, unpatched, into the cache
 	@scripts/tools.sh
 
 # Generated code has the path of the clone in it, and crates that of cargo's directory: renamed, equal sources give equal bytes anywhere.
+# Only what is installed: such flags make cargo build every dependency again in each clone.
+remap = $(if $(filter release,$(SANDBOXER_PROFILE)),--remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=/cargo)
 agent: deps
 	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
-	RUSTFLAGS="-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment,-z,pack-relative-relocs \
-	--remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=/cargo" \
+	RUSTFLAGS="-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment,-z,pack-relative-relocs $(remap)" \
 	cargo build --profile $(SANDBOXER_PROFILE) -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
 
 kernel: deps ## build the guest kernel, or find it in the cache

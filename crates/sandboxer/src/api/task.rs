@@ -318,12 +318,13 @@ impl Task for TaskService {
         let (pod, view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
         let phase = view.phase.borrow().clone();
         let exit = phase.exit();
+        let is_exec = !request.exec_id.is_empty();
         Ok(StateResponse {
             id: request.id,
             exec_id: request.exec_id,
             bundle: text(&view.bundle),
             pid: pod.status().vmm_pid,
-            status: status(&phase, view.paused).into(),
+            status: status(&phase, view.paused, is_exec).into(),
             stdin: text(&view.stdio.stdin),
             stdout: text(&view.stdio.stdout),
             stderr: text(&view.stdio.stderr),
@@ -517,8 +518,10 @@ fn no_exec(pod: &PodHandle, exec: &str) -> Result<()> {
     Err(ttrpc(PodError::NoExec { container: pod.id().clone(), exec }))
 }
 
-fn status(phase: &Phase, paused: bool) -> Status {
+/// Returns what containerd is told of a process. All execs of a paused container are paused, as its control group is.
+fn status(phase: &Phase, paused: bool, is_exec: bool) -> Status {
     match phase {
+        _ if paused && is_exec => Status::PAUSED,
         Phase::Created | Phase::Starting => Status::CREATED,
         Phase::Running if paused => Status::PAUSED,
         Phase::Running => Status::RUNNING,

@@ -35,6 +35,20 @@ pub const KNOWN: &[Known] = &[
     Known { what: "answer of *", runc: "Unknown", ours: "NotFound", why: WITH_A_CODE, ends: false },
     Known { what: "answer of *", runc: "Unknown", ours: "FailedPrecondition", why: WITH_A_CODE, ends: false },
     Known { what: "answer of *", runc: "Unknown", ours: "InvalidArgument", why: WITH_A_CODE, ends: false },
+    Known {
+        what: "answer of Kill",
+        runc: "FailedPrecondition",
+        ours: "InvalidArgument",
+        why: "of a signal that does not exist for an exec that is not started, runc reports the second, the daemon the first",
+        ends: false,
+    },
+    Known {
+        what: "what is left",
+        runc: "a control group in *",
+        ours: "",
+        why: "runc leaves the control group of a container whose creation was given up",
+        ends: false,
+    },
 ];
 
 const WITH_A_CODE: &str =

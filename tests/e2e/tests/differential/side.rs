@@ -350,8 +350,10 @@ impl Side {
                         let began = Instant::now();
                         loop {
                             match create(None).await {
+                                // containerd itself says the second while it removes the bundle.
                                 Err(error)
-                                    if error.code() == Code::AlreadyExists
+                                    if (error.code() == Code::AlreadyExists
+                                        || error.message().ends_with(": file exists"))
                                         && is_new
                                         && began.elapsed() < PATIENCE =>
                                 {

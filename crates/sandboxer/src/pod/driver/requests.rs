@@ -22,7 +22,7 @@ use crate::{
     pod::{
         admission::Work,
         container::{
-            self, Container, Exit, NewContainer, Phase, StdioPaths,
+            self, Container, Exit, NewContainer, Phase, Process, StdioPaths,
             io::Subject,
             resources::HostCpus,
             start::{self as work, CreateContext},
@@ -68,6 +68,13 @@ impl Driver {
             }
             Request::Resize { of, exec, columns, rows, reply } => {
                 let checked = self.running(&of, exec.as_ref());
+                // As runc's shim: a size for what has no terminal, or none yet, is no error.
+                let is_idle = self.process(&of, exec.as_ref()).is_ok_and(|process| {
+                    !process.stdio.terminal || (exec.is_some() && matches!(*process.phase.borrow(), Phase::Created))
+                });
+                if checked.is_ok() && is_idle {
+                    return answer(reply, Ok(()));
+                }
                 self.forward(checked, reply, move |live| async move {
                     Ok(live.agent.resize_terminal(&of, exec.as_ref(), columns, rows).await?)
                 });
@@ -75,6 +82,10 @@ impl Driver {
             Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
             Request::Update { of, resources, reply } => self.on_update(of, resources, reply),
             Request::UpdatePod { limits, reply } => self.on_update_pod(limits, reply),
+            // As with runc, an ended container has none until it is deleted.
+            Request::Pids { of, reply } if self.process(&of, None).is_ok_and(Process::has_exited) => {
+                answer(reply, Ok(Vec::new()));
+            }
             Request::Pids { of, reply } => {
                 let checked = self.running(&of, None);
                 self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });
@@ -145,12 +156,12 @@ impl Driver {
         stdio: StdioPaths,
         reply: Reply<()>,
     ) {
-        if let Err(error) = self.running(&of, None) {
-            return answer(reply, Err(error));
-        }
         let subject = (of.clone(), exec.clone());
         if self.process(&of, Some(&exec)).is_ok() || self.execs_being_made.contains(&subject) {
             return answer(reply, Err(PodError::ExecExists { container: of, exec }));
+        }
+        if let Err(error) = self.running(&of, None) {
+            return answer(reply, Err(error));
         }
         if self.containers.get(&of).is_some_and(|container| container.paused) {
             let (subject, state) = (format!("container {of}"), "paused".to_owned());
@@ -342,7 +353,12 @@ impl Driver {
         if let Err(error) = self.running(&of, None) {
             return answer(reply, Err(error));
         }
-        let live = match self.live("pause a container") {
+        let action = if paused { "pause a container" } else { "resume a container" };
+        if self.containers.get(&of).is_some_and(|container| container.paused == paused) {
+            let state = if paused { "paused" } else { "running" }.to_owned();
+            return answer(reply, Err(PodError::State { action, subject: format!("container {of}"), state }));
+        }
+        let live = match self.live(action) {
             Ok(live) => live,
             Err(error) => return answer(reply, Err(error)),
         };

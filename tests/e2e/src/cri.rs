@@ -6,15 +6,16 @@ use std::time::Duration;
 
 use anyhow::Result;
 use hyper_util::rt::TokioIo;
+use k8s_cri::v1::image_service_client::ImageServiceClient;
 use k8s_cri::v1::runtime_service_client::RuntimeServiceClient;
 use k8s_cri::v1::{
     AttachRequest, ContainerConfig, ContainerFilter, ContainerStats, ContainerStatsRequest, ContainerStatus,
     ContainerStatusRequest, CreateContainerRequest, ExecRequest, ExecSyncRequest, ExecSyncResponse,
-    LinuxContainerResources, ListContainersRequest, ListPodSandboxRequest, PodSandbox, PodSandboxConfig,
-    PodSandboxFilter, PodSandboxState, PodSandboxStatsRequest, PodSandboxStatus, PodSandboxStatusRequest,
-    PortForwardRequest, RemoveContainerRequest, RemovePodSandboxRequest, ReopenContainerLogRequest,
-    RunPodSandboxRequest, StartContainerRequest, StopContainerRequest, StopPodSandboxRequest,
-    UpdateContainerResourcesRequest,
+    ImageSpec, ImageStatusRequest, LinuxContainerResources, ListContainersRequest, ListPodSandboxRequest,
+    PodSandbox, PodSandboxConfig, PodSandboxFilter, PodSandboxState, PodSandboxStatsRequest,
+    PodSandboxStatus, PodSandboxStatusRequest, PortForwardRequest, RemoveContainerRequest,
+    RemovePodSandboxRequest, ReopenContainerLogRequest, RunPodSandboxRequest, StartContainerRequest,
+    StopContainerRequest, StopPodSandboxRequest, UpdateContainerResourcesRequest,
 };
 use tonic::Status;
 use tonic::codegen::http::uri::PathAndQuery;
@@ -60,6 +61,14 @@ impl Cri {
 
     fn client(&self) -> RuntimeServiceClient<Channel> {
         self.runtime.clone()
+    }
+
+    /// ImageStatus; returns whether the image is known: CRI sees what is imported a moment later.
+    pub async fn has_image(&self, name: &str) -> Answer<bool> {
+        let image = Some(ImageSpec { image: name.to_owned(), ..Default::default() });
+        let request = ImageStatusRequest { image, verbose: false };
+        let mut client = ImageServiceClient::new(self.channel.clone());
+        Ok(client.image_status(request).await?.into_inner().image.is_some())
     }
 
     /// RunPodSandbox; returns the pod's id.

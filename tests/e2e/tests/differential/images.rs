@@ -2,25 +2,25 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::{chown, symlink};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use futures::future::join;
 use k8s_cri::v1::{DnsConfig, Int64Value, Mount, PodSandboxConfig};
+use rand::SeedableRng;
 use rand::rngs::StdRng;
-use rand::seq::IndexedRandom;
-use rand::{RngExt, SeedableRng};
-use sandboxer_e2e::case::{Case, Pod, security, shell};
-use sandboxer_e2e::image::{Entry, Kind, LOOK, archive};
+use sandboxer_e2e::case::{Case, PATIENCE, Pod, security, shell};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::image::{Kind, archive};
 use serde_json::{Map, Value, json};
 use tonic::Status;
 
 use crate::known::LINKS;
+use crate::parts::{Image, Part, base, random, shown};
 use crate::steps::shrink;
 
-/// Layers of the highest image.
-const LAYERS: usize = 4;
 /// Images in one pod.
 const PER_POD: usize = 20;
 /// Attempts to make an image smaller.
@@ -28,198 +28,29 @@ const ATTEMPTS: usize = 40;
 /// Lines of a difference that are shown.
 const SHOWN: usize = 8;
 
-/// A part of an image, or of a container of it.
-#[derive(Debug, Clone)]
-enum Part {
-    /// In this layer.
-    Entry(usize, Entry),
-    /// Of the image's configuration.
-    Volume(String),
-    /// As that.
-    User(String),
-    /// As that.
-    Directory(String),
-    /// A directory of the host, or a file, at this path.
-    Mount { path: String, file: bool, read_only: bool },
-    /// The container cannot write to its root.
-    ReadOnly,
-    /// The container's user.
-    RunAs(i64),
-}
-
-const NAMES: [&str; 9] = ["a", "b", "c", "etc", "data", "with space", "ünïcode", "-dash", ".hidden"];
-const USERS: [&str; 8] = ["0", "1000", "user", "user:extra", "1000:50001", "4000:4000", "65534", "user:user"];
-const OWNERS: [u64; 6] = [0, 0, 1000, 65534, 100_000, 4_294_967_294];
-const MODES: [u32; 9] = [0o644, 0o755, 0o600, 0o4755, 0o2755, 0o6711, 0o1777, 0o000, 0o111];
-const SIZES: [usize; 7] = [0, 1, 4095, 4096, 4097, 70_000, 300_000];
-
-/// What every image has.
-fn base() -> Vec<Entry> {
-    let file = |path: &str, content: &[u8], mode| Entry::new(path, Kind::File(content.to_vec()), mode);
-    let dir = |path: &str, mode| Entry::new(path, Kind::Dir, mode);
-    vec![
-        dir("proc", 0o555),
-        dir("sys", 0o555),
-        dir("dev", 0o755),
-        dir("etc", 0o755),
-        dir("tmp", 0o1777),
-        file("look", LOOK, 0o755),
-        file("etc/passwd", b"root:x:0:0::/root:/look\nuser:x:1000:1000::/tmp:/look\n", 0o644),
-        file("etc/group", b"root:x:0:\nuser:x:1000:\nextra:x:50001:user\n", 0o644),
-    ]
-}
-
-fn of<T: Copy>(rng: &mut StdRng, all: &[T]) -> Option<T> {
-    all.choose(rng).copied()
-}
-
-/// Returns a random image and container.
-fn random(rng: &mut StdRng) -> Vec<Part> {
-    let mut parts = Vec::new();
-    let mut dirs = vec!["etc".to_owned(), "tmp".to_owned()];
-    let mut paths: Vec<String> = vec!["tmp".to_owned()];
-    // Files of the whole image.
-    let mut kept: Vec<String> = Vec::new();
-    let layers = rng.random_range(1..=LAYERS);
-    for layer in 0..layers {
-        // A later entry of a layer must not go through what an earlier one has replaced: unpacking would fail on both sides.
-        let mut new = BTreeSet::new();
-        // Layers are unpacked apart: a link's file is in its own.
-        let mut files: Vec<String> = Vec::new();
-        for _ in 0..rng.random_range(1..12) {
-            let again = !paths.is_empty() && rng.random_bool(0.25);
-            let path = if again {
-                paths.choose(rng).cloned().unwrap_or_default()
-            } else {
-                let name = of(rng, &NAMES).unwrap_or("a");
-                match rng.random_bool(0.6) {
-                    true => format!("{}/{name}", dirs.choose(rng).cloned().unwrap_or_default()),
-                    false => name.to_owned(),
-                }
-            };
-            if path == "etc" || path.len() > 80 || !new.insert(path.clone()) {
-                continue;
-            }
-            let kind = match rng.random_range(0..20) {
-                0..=4 => Kind::Dir,
-                5..=9 => {
-                    let size = of(rng, &SIZES).unwrap_or(1);
-                    Kind::File(vec![if rng.random_bool(0.3) { 0 } else { b'x' }; size])
-                }
-                10..=13 => Kind::Symlink(target(rng, &paths)),
-                14 | 15 if !files.is_empty() => Kind::Link(files.choose(rng).cloned().unwrap_or_default()),
-                14..=16 => Kind::Fifo,
-                17 => match rng.random_bool(0.5) {
-                    true => Kind::Char(1, 3),
-                    false => Kind::Block(7, 200),
-                },
-                18 => Kind::Whiteout,
-                _ => Kind::Opaque,
-            };
-            match &kind {
-                Kind::Dir => {
-                    kept.retain(|known| known != &path);
-                    dirs.push(path.clone());
-                }
-                Kind::File(_) => files.push(path.clone()),
-                _ => {}
-            }
-            if kind != Kind::Dir {
-                let below = format!("{path}/");
-                let is_kept = |known: &String| known != &path && !known.starts_with(&below);
-                if kind != Kind::Opaque {
-                    dirs.retain(is_kept);
-                }
-                kept.retain(is_kept);
-                if matches!(kind, Kind::Whiteout | Kind::Opaque) || !matches!(kind, Kind::File(_)) {
-                    files.retain(is_kept);
-                }
-            }
-            if matches!(kind, Kind::File(_)) {
-                kept.push(path.clone());
-            }
-            paths.push(path.clone());
-            let mut entry = Entry::new(&path, kind, of(rng, &MODES).unwrap_or(0o644));
-            entry.owner = (of(rng, &OWNERS).unwrap_or(0), of(rng, &OWNERS).unwrap_or(0));
-            let takes_attributes = matches!(entry.kind, Kind::File(_) | Kind::Dir);
-            if takes_attributes && rng.random_bool(0.15) {
-                // cap_net_bind_service, effective and permitted, as setcap(8) writes it.
-                let value = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0].to_vec();
-                if matches!(entry.kind, Kind::File(_)) {
-                    entry.attributes.push(("security.capability", value));
-                }
-                entry.attributes.push(("user.note", b"of a user\0".to_vec()));
-            }
-            parts.push(Part::Entry(layer, entry));
-        }
-    }
-    // Where both refuse to put anything there is nothing to compare, so most places are possible ones.
-    let place = |rng: &mut StdRng, file: bool| {
-        let any = |rng: &mut StdRng, all: &[String]| all.choose(rng).cloned().unwrap_or_default();
-        let dir = any(rng, &dirs);
-        match rng.random_range(0..20) {
-            0..=5 if file && !kept.is_empty() => format!("/{}", any(rng, &kept)),
-            0..=5 if !file => format!("/{dir}"),
-            0..=11 => format!("/{dir}/new"),
-            12..=14 => "/not/there/yet".to_owned(),
-            15 | 16 => format!("/{}", any(rng, &paths)),
-            17 => format!("/{}/new", any(rng, &paths)),
-            _ => format!("/{}", of(rng, &NAMES).unwrap_or("a")),
-        }
-    };
-    if rng.random_bool(0.3) {
-        parts.push(Part::Volume(place(rng, false)));
-    }
-    if rng.random_bool(0.3) {
-        parts.push(Part::Directory(place(rng, false)));
-    }
-    if rng.random_bool(0.4) {
-        let user = if rng.random_bool(0.03) { "nobody-here" } else { of(rng, &USERS).unwrap_or("0") };
-        parts.push(Part::User(user.to_owned()));
-    }
-    if rng.random_bool(0.1) {
-        parts.push(Part::RunAs(of(rng, &[0, 1000, 4242]).unwrap_or(0)));
-    }
-    if rng.random_bool(0.15) {
-        parts.push(Part::ReadOnly);
-    }
-    if rng.random_bool(0.4) {
-        let file = rng.random_bool(0.4);
-        let path = place(rng, file);
-        parts.push(Part::Mount { path, file, read_only: rng.random_bool(0.4) });
-    }
-    parts
-}
-
-/// Returns what a symbolic link says.
-fn target(rng: &mut StdRng, paths: &[String]) -> String {
-    let path = paths.choose(rng).cloned().unwrap_or_default();
-    match rng.random_range(0..8) {
-        0 => format!("/{path}"),
-        1 => path,
-        2 => format!("../{path}"),
-        3 => "../../../../../../etc".to_owned(),
-        4 => "/not/there".to_owned(),
-        5 => "not-there".to_owned(),
-        6 => "/proc/self/root".to_owned(),
-        _ => "a".to_owned(),
-    }
-}
-
 /// A run over random images.
 pub struct Images {
     runc: Case,
     ours: Case,
     pods: Option<(Pod, Pod)>,
     in_pod: usize,
-    volume: PathBuf,
+    /// Where the directories are that are mounted.
+    volumes: PathBuf,
     number: usize,
+    tally: Tally,
+    /// The differences; what is in one of them is not told again.
+    found: Vec<Vec<String>>,
+}
+
+/// What has come of the images.
+#[derive(Default)]
+struct Tally {
     images: usize,
+    hostile: usize,
     unlike_links: usize,
     paths: usize,
     refused: usize,
-    /// The differences; what is in one of them is not told again.
-    found: Vec<Vec<String>>,
+    refused_hostile: usize,
     /// Why both refused an image, in the words of runc.
     reasons: BTreeMap<String, usize>,
 }
@@ -227,29 +58,23 @@ pub struct Images {
 /// What a side has come to: how it failed, or what it saw.
 type Seen = std::result::Result<Vec<String>, String>;
 
+/// What the two sides have come to.
+enum Compared {
+    /// They saw so many paths.
+    Same(usize),
+    /// Neither started it, for this reason.
+    Refused(String),
+    /// The lines that only one of them has.
+    Unlike(Vec<String>),
+}
+
 impl Images {
-    /// Makes what is mounted.
+    /// Makes where the mounts come from.
     pub fn new(runc: Case, ours: Case) -> Result<Self> {
-        let volume = runc.stack.dir().join("mounted");
-        fs::create_dir_all(volume.join("dir"))?;
-        fs::write(volume.join("file"), "of the host\n")?;
-        fs::write(volume.join("dir/one"), "one\n")?;
-        std::os::unix::fs::symlink("one", volume.join("dir/two"))?;
-        std::os::unix::fs::chown(volume.join("dir/one"), Some(1000), Some(1000))?;
-        Ok(Self {
-            runc,
-            ours,
-            pods: None,
-            in_pod: 0,
-            volume,
-            number: 0,
-            images: 0,
-            unlike_links: 0,
-            paths: 0,
-            refused: 0,
-            found: Vec::new(),
-            reasons: BTreeMap::new(),
-        })
+        let volumes = runc.stack.dir().join("mounted");
+        fs::create_dir(&volumes)?;
+        let (tally, found) = (Tally::default(), Vec::new());
+        Ok(Self { runc, ours, pods: None, in_pod: 0, volumes, number: 0, tally, found })
     }
 
     /// Runs random images until `end`; one alone if it is asked for.
@@ -257,9 +82,11 @@ impl Images {
         let began = Instant::now();
         let mut said = Instant::now();
         for number in only.unwrap_or(0).. {
-            let parts = random(&mut StdRng::seed_from_u64(seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
-            if let Some(difference) = self.compared(&parts).await? {
-                self.look_closer(seed, number, parts, difference).await?;
+            let image = random(&mut StdRng::seed_from_u64(seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
+            let compared = self.compared(&image.parts).await?;
+            self.tally.count(&image, &compared);
+            if let Compared::Unlike(difference) = compared {
+                self.look_closer(seed, number, image.parts, difference).await?;
             }
             if said.elapsed() > Duration::from_secs(20) || only.is_some() {
                 said = Instant::now();
@@ -270,20 +97,20 @@ impl Images {
             }
         }
         println!("seed {seed}, {:.0} s: {}", began.elapsed().as_secs_f64(), self.summary());
-        for (reason, times) in &self.reasons {
+        for (reason, times) in &self.tally.reasons {
             println!("  {times} times refused by both: {reason}");
         }
-        println!("  in {} images link counts are not compared: {LINKS}", self.unlike_links);
+        println!("  in {} images link counts are not compared: {LINKS}", self.tally.unlike_links);
         ensure!(self.found.is_empty(), "{} differences that have no reason", self.found.len());
         Ok(())
     }
 
     fn summary(&self) -> String {
+        let Tally { images, hostile, paths, refused, refused_hostile, .. } = &self.tally;
         format!(
-            "{} images, {} paths, {} refused by both; {} differences",
-            self.images,
-            self.paths,
-            self.refused,
+            "{images} images, {hostile} of them hostile; {paths} paths; refused by both {refused} ({:.0} %), of the hostile \
+             {refused_hostile}; {} differences",
+            100.0 * *refused as f64 / (*images).max(1) as f64,
             self.found.len()
         )
     }
@@ -300,7 +127,7 @@ impl Images {
         let (run, first) = (&run, &difference[0]);
         let smallest = shrink(parts, ATTEMPTS, |parts| async move {
             let again = run.lock().await.compared(&parts).await;
-            again.is_ok_and(|again| again.is_some_and(|lines| lines.contains(first)))
+            again.is_ok_and(|again| matches!(again, Compared::Unlike(lines) if lines.contains(first)))
         })
         .await;
         println!("  the smallest image, as image {number} of seed {seed} has it:");
@@ -312,10 +139,14 @@ impl Images {
     }
 
     /// Returns how the two sides differ.
-    async fn compared(&mut self, parts: &[Part]) -> Result<Option<Vec<String>>> {
+    async fn compared(&mut self, parts: &[Part]) -> Result<Compared> {
         self.number += 1;
         let name = format!("localhost/differential:{}", self.number);
         import(&self.runc, &name, parts)?;
+        eventually(&format!("image {name} in CRI"), PATIENCE, || async {
+            Ok(self.runc.cri.has_image(&name).await?.then_some(()))
+        })
+        .await?;
         if self.in_pod >= PER_POD
             && let Some((runc, ours)) = self.pods.take()
         {
@@ -336,37 +167,23 @@ impl Images {
                 .await;
         self.pods = Some((runc, ours));
         let _ = self.runc.stack.command("ctr").args(["-n", "k8s.io", "images", "rm", &name]).output();
-        self.images += 1;
-        self.unlike_links += usize::from(may_hide_links(parts));
-        Ok(match (seen.0?, seen.1?) {
+        let lines = match (seen.0?, seen.1?) {
             (Err(runc), Err(_)) => {
-                self.refused += 1;
-                let words = runc.rsplit(": ").next().unwrap_or_default();
-                *self.reasons.entry(words.to_owned()).or_default() += 1;
-                None
+                return Ok(Compared::Refused(in_short(&runc)));
             }
-            (Err(runc), Ok(_)) => self.new_lines(vec![format!("runc refuses it: {runc}")]),
-            (Ok(_), Err(ours)) => self.new_lines(vec![format!("sandboxer refuses it: {ours}")]),
+            (Err(runc), Ok(_)) => vec![format!("runc refuses it: {runc}")],
+            (Ok(_), Err(ours)) => vec![format!("sandboxer refuses it: {ours}")],
             (Ok(runc), Ok(ours)) => {
-                self.paths += runc.len();
-                self.unlike_lines(&runc, &ours)
+                let lines = unlike_lines(&runc, &ours);
+                if lines.is_empty() {
+                    return Ok(Compared::Same(runc.len()));
+                }
+                lines
             }
-        })
-    }
-
-    fn unlike_lines(&self, runc: &[String], ours: &[String]) -> Option<Vec<String>> {
-        let all = |lines: &[String]| lines.iter().cloned().collect::<BTreeSet<_>>();
-        let (runc, ours) = (all(runc), all(ours));
-        let mut told = Vec::new();
-        for (of, one, other) in [("runc", &runc, &ours), ("sandboxer", &ours, &runc)] {
-            told.extend(one.difference(other).map(|line| format!("{of:9} {line}")));
-        }
-        self.new_lines(told)
-    }
-
-    fn new_lines(&self, mut lines: Vec<String>) -> Option<Vec<String>> {
-        lines.retain(|line| !self.found.iter().flatten().any(|found| found == line));
-        (!lines.is_empty()).then_some(lines)
+        };
+        let is_new = |line: &String| !self.found.iter().flatten().any(|found| found == line);
+        let new: Vec<_> = lines.into_iter().filter(is_new).collect();
+        Ok(if new.is_empty() { Compared::Same(0) } else { Compared::Unlike(new) })
     }
 
     /// Runs a container, and returns what it prints.
@@ -374,6 +191,11 @@ impl Images {
         let mut config = shell(&format!("look{}", self.number), "");
         config.command = vec!["/look".into(), "/".into()];
         config.image.get_or_insert_default().image = image.to_owned();
+        // One for each side: a start may make what it mounts on below.
+        let volume = self.volumes.join(format!("{}-{}", self.number, case.name));
+        if parts.iter().any(|part| matches!(part, Part::Mount { .. })) {
+            fill(&volume).with_context(|| format!("make what is mounted, {}", volume.display()))?;
+        }
         for part in parts {
             match part {
                 Part::ReadOnly => security(&mut config).readonly_rootfs = true,
@@ -382,7 +204,7 @@ impl Images {
                 }
                 Part::Mount { path, file, read_only } => config.mounts.push(Mount {
                     container_path: path.clone(),
-                    host_path: self.volume.join(if *file { "file" } else { "dir" }).display().to_string(),
+                    host_path: volume.join(if *file { "file" } else { "dir" }).display().to_string(),
                     readonly: *read_only,
                     ..Default::default()
                 }),
@@ -401,12 +223,57 @@ impl Images {
         let status = container.ended().await?;
         let output = container.logs()?.stdout;
         case.cri.remove(&container.id).await?;
+        let _ = fs::remove_dir_all(&volume);
         if status.exit_code != 0 {
             return Ok(Err(format!("exit {}", status.exit_code)));
         }
         let has_links = !may_hide_links(parts);
         Ok(Ok(output.lines().map(|line| comparable(line, has_links)).collect()))
     }
+}
+
+impl Tally {
+    fn count(&mut self, image: &Image, compared: &Compared) {
+        self.images += 1;
+        self.hostile += usize::from(image.is_hostile);
+        self.unlike_links += usize::from(may_hide_links(&image.parts));
+        match compared {
+            Compared::Same(paths) => self.paths += paths,
+            Compared::Unlike(_) => {}
+            Compared::Refused(reason) => {
+                self.refused += 1;
+                self.refused_hostile += usize::from(image.is_hostile);
+                *self.reasons.entry(reason.clone()).or_default() += 1;
+            }
+        }
+    }
+}
+
+/// Returns what failed and why, of all that an error says.
+fn in_short(error: &str) -> String {
+    let mut words = error.lines().next().unwrap_or_default().split(": ").skip(1);
+    let first = words.next().unwrap_or(error);
+    words.last().map_or_else(|| first.to_owned(), |last| format!("{first}: {last}"))
+}
+
+/// Returns the lines that only one side has.
+fn unlike_lines(runc: &[String], ours: &[String]) -> Vec<String> {
+    let all = |lines: &[String]| lines.iter().cloned().collect::<BTreeSet<_>>();
+    let (runc, ours) = (all(runc), all(ours));
+    let mut told = Vec::new();
+    for (of, one, other) in [("runc", &runc, &ours), ("sandboxer", &ours, &runc)] {
+        told.extend(one.difference(other).map(|line| format!("{of:9} {line}")));
+    }
+    told
+}
+
+/// Makes what is mounted into a container.
+fn fill(volume: &Path) -> Result<()> {
+    fs::create_dir_all(volume.join("dir"))?;
+    fs::write(volume.join("file"), "of the host\n")?;
+    fs::write(volume.join("dir/one"), "one\n")?;
+    symlink("one", volume.join("dir/two"))?;
+    Ok(chown(volume.join("dir/one"), Some(1000), Some(1000))?)
 }
 
 /// Returns lines of a difference, as many as are shown.
@@ -489,18 +356,4 @@ fn import(case: &Case, name: &str, parts: &[Part]) -> Result<()> {
         .output()?;
     ensure!(output.status.success(), "ctr images import: {}", String::from_utf8_lossy(&output.stderr));
     fs::remove_file(Path::new(&file)).context("remove the archive")
-}
-
-fn shown(part: &Part) -> String {
-    match part {
-        Part::Entry(layer, Entry { path, kind, mode, owner: (user, group), attributes }) => {
-            let kind = match kind {
-                Kind::File(content) => format!("File of {} bytes", content.len()),
-                kind => format!("{kind:?}"),
-            };
-            let names = attributes.iter().map(|(name, _)| format!(" {name}")).collect::<String>();
-            format!("layer {}: {path:?} {kind} {mode:o} {user}:{group}{names}", layer + 1)
-        }
-        other => format!("{other:?}"),
-    }
 }

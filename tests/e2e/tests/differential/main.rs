@@ -10,9 +10,11 @@
 mod events;
 mod images;
 mod known;
+mod parts;
 mod side;
 mod steps;
 mod tasks;
+mod tree;
 
 use std::process::ExitCode;
 use std::sync::Arc;

@@ -73,3 +73,6 @@ pub fn explains(difference: &Difference) -> Option<&'static Known> {
 /// Why link counts are not compared of an image with hard links below another layer.
 pub const LINKS: &str = "an overlay counts the names that a file has in its own layer, an image made of all layers those \
                          that the layers above have left";
+
+/// Why runc lists names of which there is nothing.
+pub const GHOSTS: &str = "an overlay lists a whiteout in a directory that no lower layer has, though nothing of that name can be opened";

@@ -7,6 +7,9 @@ if [[ -e /sys/fs/cgroup/cgroup.controllers ]]; then
 fi
 mount -t tmpfs none /run
 trap 'tail -n 20 /var/log/docker.log >&2; /etc/init.d/docker stop >/dev/null 2>&1' EXIT
+# Its script mounts each hierarchy of control groups of version 1 that the node has not, and the node then keeps it. Beside a line like
+# this one it leaves them alone.
+echo 'none /sys/fs/cgroup cgroup defaults 0 0' >>/etc/fstab
 # A container of a node that may not raise its limits cannot, either.
 sed -i 's/ulimit -.*/:/' /etc/init.d/docker
 # As containerd.service does: Docker's daemon gives a containerd of its own 15 s to start, which are too few for an emulated guest.

@@ -2,9 +2,10 @@
 //! A difference is either in `KNOWN`, with its reason, or fails the program; so does a program that does not work beside runc.
 //!
 //! Only with `SANDBOXER_E2E_PROGRAMS=1`, which `make test-programs` sets; elsewhere the cases are counted as ignored. `programs::redis` is
-//! the case of `redis.sh`. `SANDBOXER_E2E_HANDLERS=runc` compares runc with itself: what differs or fails then is the script's own fault.
+//! the case of `redis.sh`; `SANDBOXER_E2E_ONLY=redis,nginx` selects some. `SANDBOXER_E2E_HANDLERS=runc` compares runc with itself: what differs or fails then is the script's own fault.
 //! `SANDBOXER_E2E_TABLE=docs/compatibility.md` writes what ran into the table of that document.
 
+mod hierarchies;
 mod judged;
 
 use std::collections::BTreeSet;
@@ -13,7 +14,8 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use hierarchies::Hierarchies;
 use judged::{Ending, Row, judge, put_into};
 use k8s_cri::v1::{Capability, ContainerConfig, ContainerState, Int64Value};
 use libtest_mimic::{Arguments, Trial};
@@ -111,6 +113,8 @@ struct Suite {
     cri: Cri,
     /// Images that containerd has.
     loaded: Mutex<BTreeSet<&'static str>>,
+    /// What the host has of control groups, before and after each program beside runc; one of these at a time.
+    hierarchies: Mutex<Hierarchies>,
     rows: Mutex<Vec<Row>>,
 }
 
@@ -126,11 +130,17 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> Result<ExitCode> {
     let is_asked = std::env::var_os("SANDBOXER_E2E_PROGRAMS").is_some();
+    let only = std::env::var("SANDBOXER_E2E_ONLY").unwrap_or_default();
+    let only: Vec<_> = only.split([',', ' ']).filter(|name| !name.is_empty()).collect();
+    if let Some(unknown) = only.iter().find(|name| !PROGRAMS.iter().any(|program| program.name == **name)) {
+        bail!("SANDBOXER_E2E_ONLY: no program {unknown}");
+    }
+    let programs = || PROGRAMS.iter().filter(|program| only.is_empty() || only.contains(&program.name));
     let name = |program: &Program| format!("programs::{}", program.name);
     let is_idle = |program: &Program| arguments.is_filtered_out(&Trial::test(name(program), || Ok(())));
-    if arguments.list || !is_asked || PROGRAMS.iter().all(is_idle) {
+    if arguments.list || !is_asked || programs().all(is_idle) {
         let idle = |program: &Program| Trial::test(name(program), || Ok(())).with_ignored_flag(!is_asked);
-        return Ok(libtest_mimic::run(&arguments, PROGRAMS.iter().map(idle).collect()).exit_code());
+        return Ok(libtest_mimic::run(&arguments, programs().map(idle).collect()).exit_code());
     }
     let suite = Arc::new(Suite::up()?);
     let trial = |program: &'static Program| {
@@ -139,7 +149,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
             suite.compare(program).map_err(|error| format!("{error:#}").into())
         })
     };
-    let trials = PROGRAMS.iter().map(trial).collect();
+    let trials = programs().map(trial).collect();
     let arguments = Arguments { test_threads: arguments.test_threads.or(Some(AT_ONCE)), ..arguments };
     let conclusion = libtest_mimic::run(&arguments, trials);
     Arc::into_inner(suite).context("a case still holds the stack")?.down()?;
@@ -149,6 +159,7 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
 impl Suite {
     fn up() -> Result<Self> {
         let began = Instant::now();
+        let hierarchies = Hierarchies::now()?;
         let subject = match std::env::var("SANDBOXER_E2E_HANDLERS").as_deref() {
             Ok("runc") => "runc",
             _ => "sandboxer",
@@ -167,6 +178,7 @@ impl Suite {
             stack: Arc::new(stack),
             cri,
             loaded: Mutex::default(),
+            hierarchies: Mutex::new(hierarchies),
             rows: Mutex::default(),
         })
     }
@@ -181,15 +193,28 @@ impl Suite {
             name: format!("programs-{}", program.name.replace('_', "-")),
         });
         // One after the other: the control, native, would otherwise slow down what it is compared with.
-        let runc = self.runtime.block_on(ending(&runc, program));
+        let (runc, left) = self.control(&runc, program)?;
         let ours = self.runtime.block_on(ending(&ours, program));
-        let row = judge(program, &runc, &ours);
+        let mut row = judge(program, &runc, &ours);
+        if !left.is_empty() {
+            row.errors.push(format!(
+                "beside runc it left hierarchies of control groups on the host: {}",
+                left.join(", ")
+            ));
+        }
         println!("{}: runc {}, {} {}", program.name, runc.told(), self.subject, ours.told());
         let errors = row.errors.join("\n");
         let is_fine = row.errors.is_empty();
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(row);
         ensure!(is_fine, "{errors}\n--- runc\n{}--- {}\n{}", runc.all(), self.subject, ours.all());
         Ok(())
+    }
+
+    /// Runs a program beside runc, and removes what hierarchies of control groups it leaves on the host; returns their names, too.
+    fn control(&self, case: &Case, program: &Program) -> Result<(Ending, Vec<String>)> {
+        let before = self.hierarchies.lock().unwrap_or_else(PoisonError::into_inner);
+        let ending = self.runtime.block_on(ending(case, program));
+        Ok((ending, before.restore()?))
     }
 
     /// Makes an image, if it is not in the cache, and loads it.
@@ -216,14 +241,18 @@ impl Suite {
 
     /// Writes the table, and takes the stack down.
     fn down(self) -> Result<()> {
-        let Self { subject, runtime, stack, cri, rows, .. } = self;
+        let Self { subject, runtime, stack, cri, rows, hierarchies, .. } = self;
         let rows = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Some(document) = std::env::var_os("SANDBOXER_E2E_TABLE")
             && subject == "sandboxer"
         {
             put_into(document.as_ref(), &rows)?;
         }
-        let left = runtime.block_on(stack.left())?;
+        let hierarchies = hierarchies.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut left = runtime.block_on(stack.left())?;
+        left.extend(
+            hierarchies.restore()?.into_iter().map(|name| format!("the hierarchy {name} of control groups")),
+        );
         if !left.is_empty() || rows.iter().any(|row| !row.errors.is_empty()) {
             eprintln!("{}", stack.log_tails(15));
         }

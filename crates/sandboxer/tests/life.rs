@@ -408,6 +408,33 @@ async fn a_pause_and_its_end_are_reported() {
 }
 
 #[tokio::test]
+async fn what_the_state_of_a_container_does_not_allow_is_answered_as_with_runc() {
+    let agent = FakeAgent::default();
+    let test = node(&agent);
+    let pod = running(&test, "c1").await;
+    let mut events = test.node.events.listen();
+    for paused in [true, false] {
+        let unchanged = pod.set_paused(id("c1"), !paused).await.unwrap_err();
+        assert_eq!(unchanged.code(), Code::FailedPrecondition, "{unchanged}");
+        pod.set_paused(id("c1"), paused).await.unwrap();
+    }
+    let process = serde_json::json!({"args": ["true"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
+    let exec = || {
+        let process = process.to_string().into_bytes();
+        pod.create_exec(id("c1"), id("e1"), process, Default::default())
+    };
+    exec().await.unwrap();
+    for without_terminal in [None, Some(id("e1"))] {
+        pod.resize(id("c1"), without_terminal, 80, 24).await.unwrap();
+    }
+    pod.signal(id("c1"), None, 9, false).await.unwrap();
+    until(&mut events, Kind::ContainerExited).await;
+    assert_eq!(exec().await.unwrap_err().code(), Code::AlreadyExists);
+    assert_eq!(pod.pids(id("c1")).await.unwrap(), [] as [u32; 0]);
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
 async fn an_input_that_is_closed_before_the_start_ends() {
     let agent = FakeAgent::default();
     let test = node(&agent);

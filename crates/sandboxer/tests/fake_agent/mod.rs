@@ -451,6 +451,14 @@ impl Agent for FakeAgent {
         Ok(Default::default())
     }
 
+    async fn resume_container(
+        &self,
+        _: &TtrpcContext,
+        _: wire::ResumeContainerRequest,
+    ) -> Result<wire::ResumeContainerResponse> {
+        Ok(Default::default())
+    }
+
     async fn next_events(
         &self,
         _: &TtrpcContext,

@@ -103,6 +103,11 @@ impl<'a> View<'a> {
         if root.resolve(below).is_ok() {
             return Ok(());
         }
+        // As given: like other runtimes, nothing is made behind a link that leads nowhere.
+        let below = match self.position(path) {
+            Some((Some(of), as_given)) if std::ptr::eq(of, root) => as_given,
+            _ => below,
+        };
         use std::os::unix::fs::PermissionsExt as _;
         root.mkdir_all(below, &std::fs::Permissions::from_mode(0o755)).map(drop).map_err(failed())
     }
@@ -204,5 +209,16 @@ mod tests {
         view.make_dir(Path::new("/scratch/dir")).unwrap();
         assert!(!image.path().join("scratch").exists());
         view.make_dir(Path::new("/data")).unwrap();
+    }
+
+    #[test]
+    fn no_directory_is_made_behind_a_dangling_link_of_the_image() {
+        let image = tempfile::tempdir().unwrap();
+        symlink("/nowhere", image.path().join("work")).unwrap();
+        let root = Root::open(image.path()).unwrap();
+        let view = View::of(&root);
+        view.make_dir(Path::new("/work")).unwrap_err();
+        assert!(!image.path().join("nowhere").exists());
+        view.make_dir(Path::new("/work/../made")).unwrap();
     }
 }

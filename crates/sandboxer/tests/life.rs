@@ -430,7 +430,7 @@ async fn what_the_state_of_a_container_does_not_allow_is_answered_as_with_runc()
     pod.signal(id("c1"), None, 9, false).await.unwrap();
     until(&mut events, Kind::ContainerExited).await;
     assert_eq!(exec().await.unwrap_err().code(), Code::AlreadyExists);
-    assert_eq!(pod.pids(id("c1")).await.unwrap(), [] as [u32; 0]);
+    assert_eq!(pod.pids(id("c1")).await.unwrap().len(), 1, "a restarted containerd would forget the exit");
     pod.remove().await.unwrap();
 }
 

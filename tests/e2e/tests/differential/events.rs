@@ -60,7 +60,13 @@ impl Drop for Events {
 fn note(to: &Mutex<BTreeMap<String, Heard>>, envelope: &Envelope) {
     let Some((container, process, what)) = read(envelope) else { return };
     let mut heard = to.lock().unwrap_or_else(PoisonError::into_inner);
-    heard.entry(container).or_default().entry(process).or_default().push(what);
+    let is_exec = !process.is_empty();
+    let all = heard.entry(container).or_default().entry(process).or_default();
+    // The worker after one that was killed cannot know whether an exec's exit was heard, and reports it again; containerd takes no
+    // notice of the second.
+    if !(is_exec && what.starts_with("TaskExit") && all.contains(&what)) {
+        all.push(what);
+    }
 }
 
 /// Returns container, process and what happened.

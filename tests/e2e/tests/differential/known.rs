@@ -76,3 +76,7 @@ pub const LINKS: &str = "an overlay counts the names that a file has in its own 
 
 /// Why runc lists names of which there is nothing.
 pub const GHOSTS: &str = "an overlay lists a whiteout in a directory that no lower layer has, though nothing of that name can be opened";
+
+/// Why times of directories are not compared in an image's volumes.
+pub const COPIED: &str =
+    "containerd leaves a directory that it copied into a volume the time of the copy, the daemon the image's";

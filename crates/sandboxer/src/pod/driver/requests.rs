@@ -22,7 +22,7 @@ use crate::{
     pod::{
         admission::Work,
         container::{
-            self, Container, Exit, NewContainer, Phase, Process, StdioPaths,
+            self, Container, Exit, NewContainer, Phase, StdioPaths,
             io::Subject,
             resources::HostCpus,
             start::{self as work, CreateContext},
@@ -82,11 +82,14 @@ impl Driver {
             Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
             Request::Update { of, resources, reply } => self.on_update(of, resources, reply),
             Request::UpdatePod { limits, reply } => self.on_update_pod(limits, reply),
-            // As with runc, an ended container has none until it is deleted.
-            Request::Pids { of, reply } if self.process(&of, None).is_ok_and(Process::has_exited) => {
-                answer(reply, Ok(Vec::new()));
-            }
             Request::Pids { of, reply } => {
+                // A containerd that starts takes a task without any for one that was never made, and forgets its exit: so an exited
+                // container has its first process until it is deleted.
+                if let Ok(init) = self.process(&of, None)
+                    && init.has_exited()
+                {
+                    return answer(reply, Ok(vec![init.pid]));
+                }
                 let checked = self.running(&of, None);
                 self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });
             }

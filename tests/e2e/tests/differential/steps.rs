@@ -265,6 +265,14 @@ pub fn corpus() -> Vec<Fixed> {
             ],
         ),
         fixed("nobody reads the output", vec![flooding, start(a), Step::Delete { of: a }]),
+        fixed(
+            "an end while containerd is down",
+            vec![
+                Step::CriCreate { container: 0, program: Program::Quick },
+                Step::CriStart { container: 0 },
+                Step::RestartContainerd { killed: true },
+            ],
+        ),
         fixed("nobody waits for the creation, 30 ms", vec![twice(30), start(a), kill(a, 15)]),
         fixed("nobody waits for the creation, 100 ms", vec![twice(100), start(a), kill(a, 15)]),
         fixed("nobody waits for the creation, 200 ms", vec![twice(200), start(a), kill(a, 15)]),

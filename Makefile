@@ -11,8 +11,6 @@ SANDBOXER_PROFILE ?= release
 export SANDBOXER_PROFILE
 # Of the Debian packages, what these need.
 demo up: export SANDBOXER_DEPS = demo
-# Of the guest's kernel, what the demo's pods need.
-demo: export SANDBOXER_KERNEL_FOR = demo
 demo test test-fast test-guests test-units test-core test-stack test-stack-rest soak: export SANDBOXER_PROFILE = quick
 
 # The agent is PID 1 of a guest that holds nothing else: one static binary, in a target directory of its own

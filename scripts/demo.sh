@@ -62,5 +62,4 @@ rm -rf "$REPORT"
 "$ROOT/scripts/stack.sh" up "$DIR" 8>&-
 # shellcheck disable=SC1091
 . "$DIR/env"
-say "built for a first look: programs with little optimisation, a guest kernel without packet filters, NFS and others (vmm-configs/kernel)"
 attended sandboxer-cli demo --kill-daemon --output "$REPORT" "$@" 8>&-

@@ -9,14 +9,6 @@ fragment=$repo/vmm-configs/kernel/sandboxer.config
 out=$repo/target/guest
 cache=${SANDBOXER_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/sandboxer}
 started=$SECONDS
-if [[ -n ${SANDBOXER_KERNEL_FOR:-} ]]; then
-    without=$(sed '/^#/d; /^$/d' "$repo/vmm-configs/kernel/$SANDBOXER_KERNEL_FOR.without" | paste -sd '|')
-    mkdir -p "$cache/kernel"
-    new=$(mktemp "$cache/kernel/.config.XXXXXX")
-    grep -vE "^(# )?CONFIG_($without)" "$fragment" >"$new"
-    fragment=$cache/kernel/$SANDBOXER_KERNEL_FOR.config
-    mv -f "$new" "$fragment"
-fi
 
 usage() {
     cat <<HELP
@@ -33,7 +25,6 @@ options:
   -h, --help          this text
 
 environment:
-  SANDBOXER_KERNEL_FOR    demo: without what vmm-configs/kernel/demo.without lists, in a third of the time
   SANDBOXER_KERNEL        take this uncompressed x86-64 vmlinux instead of building one
   SANDBOXER_LINUX_SOURCE  linux-source tarball (default: the newest /usr/src/linux-source-6.*.tar.xz)
   SANDBOXER_CACHE         cache directory (default: \${XDG_CACHE_HOME:-~/.cache}/sandboxer)

@@ -13,7 +13,7 @@ PAUSE=60
 # Lines that are shown of a target that failed.
 SHOWN=30
 # Steps of a target of which nothing is built yet, as `steps_done` counts them; without an entry, only its time is shown.
-declare -A steps=([programs]=448 [kernel]=1100)
+declare -A steps=([programs]=448 [kernel]=1950)
 declare -A pids=() outcome=()
 
 # Each target is a process group of its own: what it has started ends with it.

@@ -306,7 +306,8 @@ fn comparable(line: &str, has_links: bool, volumes: &[&str]) -> String {
     let own = ["/etc/hosts", "/etc/hostname", "/etc/resolv.conf"];
     let mut words = line.split(' ');
     let path = words.next().unwrap_or_default();
-    let is_copied = volumes.iter().any(|volume| Path::new(path).starts_with(volume)) && line.contains(" dir ");
+    let is_copied =
+        volumes.iter().any(|volume| Path::new(path).starts_with(volume)) && line.contains(" dir ");
     let mut kept = vec![path];
     for word in words {
         let is_new = word.strip_prefix("time=").is_some_and(|time| time != "1700000000");

@@ -70,7 +70,8 @@ impl Driver {
                 let checked = self.running(&of, exec.as_ref());
                 // As runc's shim: a size for what has no terminal, or none yet, is no error.
                 let is_idle = self.process(&of, exec.as_ref()).is_ok_and(|process| {
-                    !process.stdio.terminal || (exec.is_some() && matches!(*process.phase.borrow(), Phase::Created))
+                    !process.stdio.terminal
+                        || (exec.is_some() && matches!(*process.phase.borrow(), Phase::Created))
                 });
                 if checked.is_ok() && is_idle {
                     return answer(reply, Ok(()));

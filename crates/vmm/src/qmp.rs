@@ -6,14 +6,14 @@
 mod block;
 mod connection;
 
-use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
+use std::{os::fd::OwnedFd, time::Duration};
 
 use sandboxer_base::failpoint::pass;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::{
     net::UnixStream,
-    sync::{broadcast, mpsc, oneshot},
+    sync::{mpsc, oneshot},
     time::timeout,
 };
 
@@ -22,7 +22,7 @@ use crate::{DiskLimits, Rate};
 pub use self::block::{BlockNode, NbdNode, TopNode, UnixServer};
 #[cfg(fuzzing)]
 pub(crate) use self::connection::is_message;
-use self::connection::{Event, Message, QUEUE, Request, converse, next};
+use self::connection::{Event, Message, QUEUE, Request, Waits, converse, next};
 
 /// The reason why a command had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
@@ -51,7 +51,7 @@ pub enum QmpError {
 pub struct Qmp {
     // Boxed and counted, because both channels keep the space of their messages.
     requests: mpsc::Sender<Box<Request>>,
-    events: broadcast::Sender<Arc<Event>>,
+    waits: Waits,
 }
 
 /// A file that was passed to QEMU.
@@ -75,9 +75,9 @@ impl Qmp {
         };
         timeout(limit, greeting).await.map_err(|_| QmpError::Timeout(limit))??;
         let (requests, queue) = mpsc::channel(QUEUE);
-        let (events, _) = broadcast::channel(QUEUE);
-        tokio::spawn(converse(wire, queue, events.clone()));
-        let qmp = Self { requests, events };
+        let waits = Waits::default();
+        tokio::spawn(converse(wire, queue, waits.clone()));
+        let qmp = Self { requests, waits };
         qmp.execute("qmp_capabilities", Value::Null, limit).await?;
         Ok(qmp)
     }
@@ -128,20 +128,17 @@ impl Qmp {
     async fn migration(&self, command: &str, uri: &str, limit: Duration) -> Result<(), QmpError> {
         let ignored = json!([{ "capability": "x-ignore-shared", "state": true }]);
         self.execute("migrate-set-capabilities", json!({ "capabilities": ignored }), limit).await?;
-        // Subscribed before the command, so that the event is not missed.
-        let events = self.events.subscribe();
+        // Begun before the command, so that the event is not missed.
+        let ended = self.waits.begin(|event| {
+            event.name == "MIGRATION"
+                && matches!(event.data.status.as_deref(), Some("completed" | "failed" | "cancelled"))
+        });
         self.execute(command, json!({ "uri": uri }), limit).await?;
-        let status =
-            until(events, limit, |event| match (event.name.as_str(), event.data.status.as_deref()) {
-                ("MIGRATION", Some(status @ ("completed" | "failed" | "cancelled"))) => {
-                    Some(status.to_owned())
-                }
-                _ => None,
-            });
-        match status.await?.as_str() {
-            "completed" => Ok(()),
+        match until(ended, limit).await?.data.status.as_deref() {
+            Some("completed") => Ok(()),
             status => {
-                Err(QmpError::Refused { class: "Migration".into(), reason: format!("{command} {status}") })
+                let reason = format!("{command} {}", status.unwrap_or_default());
+                Err(QmpError::Refused { class: "Migration".into(), reason })
             }
         }
     }
@@ -153,16 +150,16 @@ impl Qmp {
 
     /// Unplugs a device and waits until it is gone. A missing device is no error.
     pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
-        // Subscribed before the command, so that the event is not missed.
-        let events = self.events.subscribe();
+        let device = id.to_owned();
+        // Begun before the command, so that the event is not missed.
+        let gone = self.waits.begin(move |event| {
+            event.name == "DEVICE_DELETED" && event.data.device.as_ref() == Some(&device)
+        });
         match self.execute("device_del", json!({ "id": id }), limit).await {
             Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
             other => other?,
         }
-        until(events, limit, |event| {
-            (event.name == "DEVICE_DELETED" && event.data.device.as_deref() == Some(id)).then_some(())
-        })
-        .await
+        until(gone, limit).await.map(drop)
     }
 
     /// Limits a disk that is plugged in. The burst has to be at least the tokens of one second, the minimum that QEMU
@@ -235,26 +232,9 @@ impl Qmp {
     }
 }
 
-/// Waits for the first event for which `wanted` returns a value.
-async fn until<T>(
-    mut events: broadcast::Receiver<Arc<Event>>,
-    limit: Duration,
-    wanted: impl Fn(&Event) -> Option<T>,
-) -> Result<T, QmpError> {
-    let found = async {
-        loop {
-            match events.recv().await {
-                Ok(event) => {
-                    if let Some(found) = wanted(&event) {
-                        return Ok(found);
-                    }
-                }
-                Err(broadcast::error::RecvError::Lagged(_)) => {}
-                Err(broadcast::error::RecvError::Closed) => return Err(QmpError::Closed),
-            }
-        }
-    };
-    timeout(limit, found).await.map_err(|_| QmpError::Timeout(limit))?
+/// Waits for the event of a wait that was begun.
+async fn until(event: oneshot::Receiver<Event>, limit: Duration) -> Result<Event, QmpError> {
+    timeout(limit, event).await.map_err(|_| QmpError::Timeout(limit))?.map_err(|_| QmpError::Closed)
 }
 
 #[cfg(test)]
@@ -328,6 +308,36 @@ mod tests {
         .await;
         qmp.device_del("disk-a", LIMIT).await.unwrap();
         qmp.device_del("disk-a", LIMIT).await.unwrap();
+    }
+
+    /// More events than any queue of the connection has places for.
+    const FLOOD: usize = 1000;
+
+    #[tokio::test(start_paused = true)]
+    async fn no_number_of_other_events_hides_the_one_that_is_waited_for() {
+        let event = |name: &str, data: Value| format!("{}\r\n", json!({ "event": name, "data": data }));
+        let others = event("RTC_CHANGE", json!({ "offset": 1 })).repeat(FLOOD);
+        let gone = event("DEVICE_DELETED", json!({ "device": "disk-a", "path": "/" }));
+        let loaded = event("MIGRATION", json!({ "status": "completed" }));
+        let answer = |events: &str| format!("{{\"return\": {{}}}}\r\n{events}{}", others.trim_end());
+        let only_others = answer("");
+        let qmp =
+            connected(&[&answer(&gone), "{\"return\": {}}", &answer(&loaded), &only_others, &only_others])
+                .await;
+        qmp.device_del("disk-a", LIMIT).await.unwrap();
+        qmp.load(3, LIMIT).await.unwrap();
+        for device in ["disk-b", "disk-c"] {
+            let error = qmp.device_del(device, LIMIT).await.unwrap_err();
+            assert!(matches!(error, QmpError::Timeout(_)), "{error:?}");
+            assert_eq!(qmp.waits.kept(), 1, "a wait that was given up is kept for ever");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_wait_ends_with_the_connection() {
+        let qmp = connected(&["{\"return\": {}}\r\nrubbish"]).await;
+        let error = qmp.device_del("disk-a", LIMIT).await.unwrap_err();
+        assert!(matches!(error, QmpError::Closed), "{error:?}");
     }
 
     #[tokio::test]

@@ -2,10 +2,11 @@
 
 use std::{
     collections::VecDeque,
+    fmt,
     io::{self, IoSlice},
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use futures::{SinkExt, StreamExt};
@@ -15,7 +16,7 @@ use serde_json::Value;
 use tokio::{
     io::Interest,
     net::UnixStream,
-    sync::{broadcast, mpsc, oneshot},
+    sync::{mpsc, oneshot},
 };
 use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
 
@@ -51,6 +52,65 @@ pub struct EventData {
     pub device: Option<String>,
     /// Progress of a migration.
     pub status: Option<String>,
+}
+
+/// The calls that wait for an event. Clones share them.
+///
+/// Whoever reads the connection hands each event to those who wait for it, and keeps none: a guest can make QEMU send
+/// any number of events, so a queue of them would lose the awaited one.
+#[derive(Clone)]
+pub(super) struct Waits(Arc<Mutex<Option<Vec<Wait>>>>);
+
+/// One call that waits.
+struct Wait {
+    wanted: Box<dyn Fn(&Event) -> bool + Send>,
+    found: oneshot::Sender<Event>,
+}
+
+impl Default for Waits {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(Some(Vec::new()))))
+    }
+}
+
+impl fmt::Debug for Waits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Waits")
+    }
+}
+
+impl Waits {
+    /// Begins to wait for the next event for which `wanted` is true. The receiver is told that there will be none when
+    /// the connection has ended.
+    pub(super) fn begin(&self, wanted: impl Fn(&Event) -> bool + Send + 'static) -> oneshot::Receiver<Event> {
+        let (found, event) = oneshot::channel();
+        if let Some(waits) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            waits.retain(|wait| !wait.found.is_closed());
+            waits.push(Wait { wanted: Box::new(wanted), found });
+        }
+        event
+    }
+
+    /// Hands an event to all that wait for it.
+    fn tell(&self, event: &Event) {
+        let mut waits = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(waits) = waits.as_mut() else { return };
+        for wait in waits.extract_if(.., |wait| (wait.wanted)(event)) {
+            // The caller may be gone.
+            let _ = wait.found.send(event.clone());
+        }
+    }
+
+    /// Ends all waits, also those that are begun later.
+    fn end(&self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+
+    /// Returns the number of waits that are kept.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> usize {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().flatten().count()
+    }
 }
 
 /// A command, and the destination of its response.
@@ -98,18 +158,19 @@ type Answer = oneshot::Sender<Result<Value, QmpError>>;
 /// Carries commands and responses until either side is gone. Pending commands then get [`QmpError::Closed`].
 ///
 /// Commands have no IDs: QEMU takes a turn of its main loop for each byte, about 17 µs on KVM, and responds in order.
-pub(super) async fn converse(
-    mut wire: Wire,
-    mut queue: mpsc::Receiver<Box<Request>>,
-    events: broadcast::Sender<Arc<Event>>,
-) {
+pub(super) async fn converse(mut wire: Wire, queue: mpsc::Receiver<Box<Request>>, waits: Waits) {
+    carry(&mut wire, queue, &waits).await;
+    waits.end();
+}
+
+async fn carry(wire: &mut Wire, mut queue: mpsc::Receiver<Box<Request>>, waits: &Waits) {
     let mut waiting: VecDeque<Answer> = VecDeque::new();
     while waiting.len() < OWED {
         let request = loop {
             tokio::select! {
                 request = queue.recv() => break request,
-                message = next(&mut wire) => match message {
-                    Ok(message) => deliver(message, &mut waiting, &events),
+                message = next(wire) => match message {
+                    Ok(message) => deliver(message, &mut waiting, waits),
                     Err(error) => {
                         tracing::debug!(%error, "QMP connection ended");
                         return;
@@ -122,7 +183,7 @@ pub(super) async fn converse(
         };
         waiting.push_back(answer);
         // Boxed: mostly nothing is sent.
-        if Box::pin(send(&mut wire, &command, fd)).await.is_err() {
+        if Box::pin(send(wire, &command, fd)).await.is_err() {
             return;
         }
     }
@@ -158,7 +219,7 @@ async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result
     Ok(())
 }
 
-fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast::Sender<Arc<Event>>) {
+fn deliver(message: Message, waiting: &mut VecDeque<Answer>, waits: &Waits) {
     let answer = match message {
         Message::Answer { r#return } => Ok(r#return),
         Message::Error { error } => {
@@ -166,8 +227,7 @@ fn deliver(message: Message, waiting: &mut VecDeque<Answer>, events: &broadcast:
             Err(QmpError::Refused { class: error.class, reason })
         }
         Message::Event(event) => {
-            // There may be no subscriber.
-            let _ = events.send(Arc::new(event));
+            waits.tell(&event);
             return;
         }
         Message::Greeting { .. } => return,

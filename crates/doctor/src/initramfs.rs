@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use sandboxer_protocol::{PROTOCOL_VERSION, mark};
+use sandboxer_protocol::{PROTOCOL_VERSION, SPOKEN, mark, newer};
 
 use super::verdict::{Check, Fix, Subject};
 
@@ -127,6 +127,14 @@ pub fn judge(reading: &Reading) -> Check {
             "its agent speaks protocol {PROTOCOL_VERSION}, {:.1} MiB",
             reading.size as f64 / f64::from(1 << 20)
         )),
+        Content::Agent(older) if SPOKEN.contains(older) => INITRAMFS.warning(
+            format!(
+                "the agent in {path:?} speaks protocol {older}, the daemon speaks {PROTOCOL_VERSION}: pods start \
+                 without {}",
+                newer::lacked_by(*older)
+            ),
+            build(),
+        ),
         Content::Agent(other) => INITRAMFS.failure(
             format!("the agent in {path:?} speaks protocol {other}, the daemon speaks {PROTOCOL_VERSION}"),
             build(),
@@ -171,9 +179,15 @@ mod tests {
         let dev = || entry("dev", 0o4_0755, b"");
         let agent = [b"\x7fELF".as_slice(), &mark::MARK, b"more"].concat();
         let newer = b"sandboxer-agent protocol 0000000999";
+        let older = format!("sandboxer-agent protocol {:010}", SPOKEN.start());
         for (bytes, verdict, seen) in [
             (archive(&[dev(), entry("init", RUN, &agent)]), Verdict::Ok, "its agent speaks protocol"),
             (archive(&[entry("./init", RUN, &agent), dev()]), Verdict::Ok, "its agent speaks protocol"),
+            (
+                archive(&[entry("init", RUN, older.as_bytes())]),
+                Verdict::Warning,
+                "pods start without the node's",
+            ),
             (archive(&[entry("init", RUN, newer)]), Verdict::Failure, "speaks protocol 999, the daemon"),
             (archive(&[entry("init", RUN, b"#!/bin/sh")]), Verdict::Warning, "has no protocol version"),
             (archive(&[entry("init", 0o10_0644, &agent)]), Verdict::Failure, "no /init"),

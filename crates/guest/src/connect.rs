@@ -31,7 +31,7 @@ pub async fn connect(
     timeout: Duration,
 ) -> Result<(Agent, Ready), ConnectError> {
     let mut stream = vm.agent_stream().await?;
-    let mut ready = link::greet(&mut stream, key).await.map_err(|source| {
+    let (mut ready, version) = link::greet(&mut stream, key).await.map_err(|source| {
         let source = match source {
             LinkError::Refused(words) => LinkError::Refused(plain(&words)),
             other => other,
@@ -39,5 +39,5 @@ pub async fn connect(
         ConnectError::Guest(GuestError::Greeting { pod: pod.clone(), source })
     })?;
     ready.kernel_release = plain(&ready.kernel_release);
-    Ok((Agent::new(pod.clone(), Calls::over(stream), timeout), ready))
+    Ok((Agent::new(pod.clone(), Calls::over(stream), version, timeout), ready))
 }

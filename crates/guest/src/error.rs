@@ -33,6 +33,21 @@ pub enum GuestError {
         /// The agent's message.
         message: String,
     },
+    /// The agent is of an earlier release, which does not know a part of the call.
+    #[error(
+        "the agent of pod {pod} speaks protocol {version} and cannot {call} with {what}: a guest keeps the agent that it \
+         was started with, so start the pod anew, with the initramfs of this daemon's version"
+    )]
+    TooOld {
+        /// The pod.
+        pod: SandboxId,
+        /// The call.
+        call: &'static str,
+        /// The version of the session.
+        version: u32,
+        /// The unknown part, in words.
+        what: &'static str,
+    },
     /// There was no response, or an unreadable one.
     #[error("agent of pod {pod} did not respond to {call}")]
     Failed {
@@ -68,7 +83,8 @@ impl GuestError {
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { code, .. } => *code,
-            Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
+            Self::TooOld { .. }
+            | Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
                 Code::FailedPrecondition
             }
             Self::Failed { source, .. } if is_late(source) => Code::DeadlineExceeded,

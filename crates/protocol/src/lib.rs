@@ -7,35 +7,36 @@
 //! | [`check`] | a checking program and the daemon | a pod that never exists |
 //! | [`frames`] | daemon and agents, containerd and daemon | ttrpc, polled |
 //! | [`mark`] | the doctor and an agent's file | a text in the file |
+//! | [`newer`] | what an agent of the release before does not know | |
 //! | [`share`] | a guest's kernel and the process that serves its shares | a disk, or vsock |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
 
-pub mod boot;
 use std::ops::RangeInclusive;
 
+pub mod boot;
 pub mod check;
 pub mod disk_index;
 pub mod frames;
 pub mod id;
 pub mod link;
 pub mod mark;
+pub mod newer;
 pub mod share;
 pub mod stage;
 
 /// The version of the protocol between the daemon and an agent.
 ///
-/// Incremented with every incompatible change. Both sides refuse a version that is not in [`SPOKEN`], and name both
-/// versions.
-pub const PROTOCOL_VERSION: u32 = 6;
+/// Incremented with the first change after a release, also a compatible one: [`newer`] says which version knows what. Both
+/// sides refuse a version that is not in [`SPOKEN`], and name both versions.
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// The versions that daemon and agent speak. A guest keeps the agent with which it was started, so the daemon of the
 /// next release must speak with it, and after a downgrade the daemon of the previous release.
 pub const SPOKEN: RangeInclusive<u32> = 6..=PROTOCOL_VERSION;
 
 // Otherwise an upgrade would lose every pod of its node. Agents of version 5 and earlier accept no other version.
-const _: () =
-    assert!(PROTOCOL_VERSION == 6 || *SPOKEN.start() < PROTOCOL_VERSION, "speak the version before, too");
+const _: () = assert!(*SPOKEN.start() < PROTOCOL_VERSION, "speak the version before, too");
 
 /// The directory of the pod's volumes in a guest, each in a directory named by its identifier.
 pub const VOLUMES_DIR: &str = "/run/sandboxer/volumes";

@@ -128,8 +128,9 @@ pub enum LinkError {
     Malformed(&'static str),
 }
 
-/// Opens a session as the host. Waits for the guest; the caller sets the deadline. `stream` then carries ttrpc.
-pub async fn greet<S>(stream: &mut S, key: &LinkKey) -> Result<Ready, LinkError>
+/// Opens a session as the host; returns the agent's words and the session's version. Waits for the guest; the caller sets
+/// the deadline. `stream` then carries ttrpc.
+pub async fn greet<S>(stream: &mut S, key: &LinkKey) -> Result<(Ready, u32), LinkError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -137,16 +138,20 @@ where
 }
 
 /// Same as [`greet`], for a host that speaks these versions.
-async fn greet_in<S>(stream: &mut S, key: &LinkKey, spoken: RangeInclusive<u32>) -> Result<Ready, LinkError>
+async fn greet_in<S>(
+    stream: &mut S,
+    key: &LinkKey,
+    spoken: RangeInclusive<u32>,
+) -> Result<(Ready, u32), LinkError>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let newest = *spoken.end();
     match greet_with(stream, key, newest).await {
         Err(LinkError::Version { guest, .. }) if guest != newest && spoken.contains(&guest) => {
-            greet_with(stream, key, guest).await
+            greet_with(stream, key, guest).await.map(|ready| (ready, guest))
         }
-        answer => answer,
+        answer => answer.map(|ready| (ready, newest)),
     }
 }
 
@@ -209,8 +214,8 @@ where
     serve_in(port, key, ready, sessions, SPOKEN).await
 }
 
-/// Same as [`serve`], for a guest that speaks these versions.
-async fn serve_in<P>(
+/// Same as [`serve`], for a guest that speaks these versions, as one of another release does.
+pub async fn serve_in<P>(
     port: P,
     key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready,

@@ -12,9 +12,13 @@ use std::{
 };
 
 use fake_agent::FakeAgent;
-use sandboxer::{pod::container::Phase, state::PodState};
+use sandboxer::{
+    pod::{container::Phase, spec::PodSpec},
+    state::PodState,
+};
+use sandboxer_protocol::{IMAGE_VOLUME, agent::ConfigurePodRequest, share::GUEST_DIR};
 use sandboxer_vmm_fake::{FakeGuest, FakeVmm};
-use test_node::{TestNode, id, phase, reader};
+use test_node::{TestNode, id, phase, reader, with_image_volume};
 use tokio::{
     io::{AsyncReadExt, copy_bidirectional},
     net::UnixStream,
@@ -100,4 +104,38 @@ async fn a_pod_whose_session_is_cut_can_be_stopped_at_once() {
     assert_eq!(pod.status().state, PodState::Stopped);
     timeout(PATIENCE, pod.remove()).await.unwrap().unwrap();
     assert!(test.vmm.running().is_empty());
+}
+
+/// Returns what an agent is told of a pod that asks for all that is newer than the oldest agents, and the source of the
+/// volume of its container's image.
+async fn told(agent: FakeAgent) -> (ConfigurePodRequest, String) {
+    let (identity, specs) = (agent.identity.clone(), agent.specs.clone());
+    let test = TestNode::with(Arc::new(FakeVmm::new(move |guest| agent.serve(guest))), |_| {});
+    let mut spec = PodSpec::plain("web".parse().unwrap(), 1, 128);
+    spec.image_volumes_on_disk = true;
+    spec.max_processes = Some(99);
+    spec.node_sysctls = [("kernel.shmmax".to_owned(), "1".to_owned())].into();
+    let pod = test.pod_of(spec);
+    pod.start().await.unwrap();
+    pod.create_container(with_image_volume(test.container("c1", "true"), test.dir.path())).await.unwrap();
+    let specs = specs.lock().unwrap().clone();
+    let mut mounts = specs.iter().flat_map(|spec| spec["mounts"].as_array().unwrap());
+    let volume = mounts.find(|mount| mount["destination"] == "/data").unwrap();
+    let source = volume["source"].as_str().unwrap().to_owned();
+    pod.remove().await.unwrap();
+    let identity = identity.lock().unwrap().clone();
+    (identity, source)
+}
+
+#[tokio::test]
+async fn an_agent_of_the_release_before_is_asked_for_nothing_that_it_does_not_know() {
+    let (identity, source) = told(FakeAgent::default()).await;
+    assert_eq!((identity.limits.processes, identity.host_sysctls.len()), (99, 1));
+    assert!(identity.removes_other_cards);
+    assert_eq!(source, IMAGE_VOLUME);
+
+    let (identity, source) = told(FakeAgent::default().older()).await;
+    assert_eq!((identity.limits.processes, identity.host_sysctls.len()), (0, 0));
+    assert!(!identity.removes_other_cards);
+    assert!(source.starts_with(GUEST_DIR), "{source}");
 }

@@ -134,7 +134,7 @@ impl Vm {
     pub async fn session(&self) -> (AgentClient, Ready) {
         let mut port = self.port().await;
         let ready = match timeout(PATIENCE, link::greet(&mut port, &self.key)).await {
-            Ok(ready) => ready.unwrap(),
+            Ok(greeted) => greeted.unwrap().0,
             Err(_) => panic!("agent does not answer; console:\n{}", self.console()),
         };
         (AgentClient::new(Client::new(Socket::new(port))), ready)

@@ -2,10 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
+use protobuf::MessageDyn;
 use sandboxer_base::Code;
 use sandboxer_protocol::{
+    PROTOCOL_VERSION,
     agent::AgentClient,
     id::{ContainerId, SandboxId},
+    newer::{self, Newer},
 };
 use tokio::sync::watch;
 use ttrpc::context::{Context, with_duration};
@@ -30,6 +33,8 @@ struct Session {
     number: u64,
     client: AgentClient<Calls>,
     calls: Calls,
+    /// The protocol's version.
+    version: u32,
     /// Whether another session will be established after this one ends.
     followed: bool,
 }
@@ -44,6 +49,7 @@ impl std::fmt::Debug for Agent {
 macro_rules! call {
     ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
         let session = $self.session.borrow().clone();
+        $self.fits(&session, stringify!($rpc), &$request)?;
         call!($self, session, $rpc, $deadline, $request).map_err(|error| $self.error(stringify!($rpc), error))
     }};
     ($self:ident, $session:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
@@ -63,6 +69,7 @@ macro_rules! call_again {
     ($self:ident, $rpc:ident, $deadline:expr, $limit:expr, $request:expr) => {{
         loop {
             let session = $self.session.borrow().clone();
+            $self.fits(&session, stringify!($rpc), &$request)?;
             match call!($self, session, $rpc, $deadline, $request) {
                 // The future is boxed: it is rarely needed, and these calls wait for long.
                 Err(error)
@@ -82,9 +89,32 @@ fn is_end(error: &ttrpc::Error) -> bool {
 }
 
 impl Agent {
-    pub(super) fn new(pod: SandboxId, calls: Calls, timeout: Duration) -> Self {
-        let session = Session { number: 0, client: AgentClient::new(calls.clone()), calls, followed: false };
+    pub(super) fn new(pod: SandboxId, calls: Calls, version: u32, timeout: Duration) -> Self {
+        let client = AgentClient::new(calls.clone());
+        let session = Session { number: 0, client, calls, version, followed: false };
         Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
+    }
+
+    /// Returns whether the agent knows a part of the protocol. Sending one that it does not know is an error.
+    pub fn knows(&self, part: &Newer) -> bool {
+        self.session.borrow().version >= part.since
+    }
+
+    /// Fails if a call has a part that the session's agent does not know, and would ignore.
+    fn fits(
+        &self,
+        session: &Session,
+        call: &'static str,
+        request: &dyn MessageDyn,
+    ) -> Result<(), GuestError> {
+        if session.version >= PROTOCOL_VERSION {
+            return Ok(());
+        }
+        let (pod, version) = (self.pod.clone(), session.version);
+        match newer::in_message(request, version) {
+            None => Ok(()),
+            Some(Newer { what, .. }) => Err(GuestError::TooOld { pod, call, version, what }),
+        }
     }
 
     /// Makes repeatable calls wait for the next session if this one ends; the caller must establish it.
@@ -186,5 +216,44 @@ impl Session {
         };
         let room = Box::pin(tokio::time::timeout(limit, self.calls.room())).await;
         room.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sandboxer_protocol::{
+        IMAGE_VOLUME, SPOKEN,
+        agent::{CreateContainerRequest, PodLimits},
+    };
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_an_older_agent_would_ignore_is_refused_by_name_and_not_sent() {
+        let (ours, mut theirs) = tokio::io::duplex(4096);
+        let limit = Duration::from_millis(50);
+        let agent = Agent::new("web".parse().unwrap(), Calls::over(ours), *SPOKEN.start(), limit);
+        let spec = format!(r#"{{"mounts": [{{"destination": "/data", "source": "{IMAGE_VOLUME}"}}]}}"#);
+        let create = CreateContainerRequest { spec_json: spec.into_bytes(), ..Default::default() };
+        let error = agent.create_container(create).await.unwrap_err();
+        assert!(matches!(error, GuestError::TooOld { call: "create_container", .. }), "{error}");
+        assert_eq!(error.code(), Code::FailedPrecondition);
+        let error = agent.update_pod(PodLimits { processes: 9, ..Default::default() }).await.unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the agent of pod web speaks protocol 6 and cannot update_pod with a limit of the pod's processes: a \
+             guest keeps the agent that it was started with, so start the pod anew, with the initramfs of this \
+             daemon's version"
+        );
+        assert!(!agent.knows(&newer::PROCESSES));
+
+        // What it knows is sent, in the first bytes that arrive.
+        let error = agent.update_pod(PodLimits { memory_bytes: 9, ..Default::default() }).await.unwrap_err();
+        assert!(matches!(error, GuestError::Failed { .. }), "{error}");
+        let mut sent = vec![0; 4096];
+        let count = theirs.read(&mut sent).await.unwrap();
+        let sent = String::from_utf8_lossy(&sent[..count]).into_owned();
+        assert!(sent.contains("UpdatePod") && !sent.contains("CreateContainer"), "{sent:?}");
     }
 }

@@ -150,7 +150,7 @@ impl Rehearsal {
             place: None,
             cancel: &CancellationToken::new(),
         };
-        let guest_spec = container_spec::read(&pod, &new, helpers).await?;
+        let guest_spec = container_spec::read(&pod, &new, helpers, false).await?;
         let created = start::create(&pod, live, means, &new, guest_spec).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);

@@ -10,6 +10,7 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_protocol::{
+    SPOKEN,
     agent::{self as wire, Agent, Ready, create_agent},
     link::{self, LinkKey},
 };
@@ -73,6 +74,12 @@ pub struct FakeAgent {
     pub online: Arc<std::sync::atomic::AtomicU32>,
     /// The VMM provides a clock.
     keeps_time: bool,
+    /// The agent speaks the oldest version alone.
+    is_older: bool,
+    /// Its identity, as it was told.
+    pub identity: Arc<Mutex<wire::ConfigurePodRequest>>,
+    /// Specifications of the containers that were created, in their order.
+    pub specs: Arc<Mutex<Vec<serde_json::Value>>>,
     began: Began,
 }
 
@@ -99,12 +106,20 @@ impl FakeAgent {
         Self { keeps_time: true, ..self }
     }
 
+    /// Returns an agent of the release before.
+    #[allow(dead_code, reason = "not every test has one")]
+    pub fn older(self) -> Self {
+        Self { is_older: true, ..self }
+    }
+
     /// Serves one stream of a guest, with the processes of earlier streams.
     pub fn serve(&self, guest: FakeGuest) {
         let key = guest.link_key.subscribe();
         *self.memory_mib.lock().unwrap() = Some(guest.memory_mib.clone());
         *self.vcpus.lock().unwrap() = Some(guest.vcpus.clone());
         let agent = Self { power: Some(guest.power.clone()), link_key: Some(guest.link_key), ..self.clone() };
+        let oldest = *SPOKEN.start();
+        let spoken = if self.is_older { oldest..=oldest } else { SPOKEN };
         tokio::spawn(async move {
             let (sessions, accepted) = mpsc::channel(1);
             let mut server = Server::new()
@@ -112,7 +127,7 @@ impl FakeAgent {
                 .register_service(create_agent(Arc::new(agent)));
             server.start().await.unwrap();
             let ready = || Ready { kernel_release: "fake".into(), ..Default::default() };
-            let _ = link::serve(guest.stream, key, ready, sessions).await;
+            let _ = link::serve_in(guest.stream, key, ready, sessions, spoken).await;
         });
     }
 
@@ -199,6 +214,7 @@ impl Agent for FakeAgent {
         if let (Some(current), Ok(key)) = (&self.link_key, request.link_key.as_slice().try_into()) {
             current.send_replace(LinkKey::from_bytes(key));
         }
+        *self.identity.lock().unwrap() = request;
         Ok(Default::default())
     }
 
@@ -275,9 +291,18 @@ impl Agent for FakeAgent {
             self.hanging.send_modify(|hanging| *hanging += 1);
             let _ = self.goes_on.subscribe().wait_for(|goes_on| *goes_on).await;
         }
+        self.specs.lock().unwrap().push(serde_json::from_slice(&request.spec_json).unwrap());
         self.add(request.container_id, String::new());
         // The second is more than any request takes: a guest may say anything.
         Ok(wire::CreateContainerResponse { pid: 7, disks_ns: 1, runtime_ns: u64::MAX, ..Default::default() })
+    }
+
+    async fn mount_shares(
+        &self,
+        _: &TtrpcContext,
+        _: wire::MountSharesRequest,
+    ) -> Result<wire::MountSharesResponse> {
+        Ok(wire::MountSharesResponse { mounted: true, ..Default::default() })
     }
 
     async fn create_exec(

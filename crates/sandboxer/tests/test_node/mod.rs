@@ -110,13 +110,24 @@ impl TestNode {
     }
 }
 
+/// Gives the container's image a volume at `/data`, as containerd does.
+pub fn with_image_volume(container: NewContainer, dir: &Path) -> NewContainer {
+    let volume = dir.join("containers").join(container.id.as_str()).join("volumes/0a");
+    fs::create_dir_all(&volume).unwrap();
+    with_bind(container, "/data", &volume)
+}
+
 /// Makes `dir` of the host appear in the container at `/host`, live.
 pub fn with_share(container: NewContainer, dir: &Path) -> NewContainer {
+    with_bind(container, "/host", dir)
+}
+
+fn with_bind(container: NewContainer, at: &str, dir: &Path) -> NewContainer {
     find_share_server();
     let path = container.bundle.join("config.json");
     let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     spec["mounts"] = serde_json::json!([
-        {"destination": "/host", "type": "bind", "source": dir, "options": ["rbind", "rw"]}
+        {"destination": at, "type": "bind", "source": dir, "options": ["rbind", "rw"]}
     ]);
     fs::write(&path, spec.to_string()).unwrap();
     container

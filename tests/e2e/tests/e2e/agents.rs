@@ -17,6 +17,7 @@ use sandboxer_e2e::eventually;
 use sandboxer_e2e::insist::once_seen;
 
 use crate::faults::streams::Streams;
+use crate::parity::{of_image, with_volumes};
 use crate::templates::told;
 
 crate::cases![AgentBefore: the_one_of_the_release_before_is_served];
@@ -95,6 +96,11 @@ async fn upgraded_beneath<F: Future<Output = Result<()>>>(
         ended.status.exit_code == 5 && ended.logs.stdout == "out\n" && ended.logs.stderr == "err\n",
         "{ended:?}"
     );
+    // It does not know volumes of images on the container's disk, which today's daemon would ask for.
+    let name = with_volumes(case).await?;
+    let written = "cat /var/lib/db/link && echo x >/cache/here && df /var/lib/db | grep -c sandboxer; exit 6";
+    let ended = pod.run(of_image(shell("volumes", written), name)).await.context("an image's volume")?;
+    ensure!(ended.status.exit_code == 6 && ended.logs.stdout == "of the image\n1\n", "{ended:?}");
     let stats = case.cri.stats(&container.id).await.context("statistics of the older agent")?;
     ensure!(
         stats.memory.is_some_and(|memory| memory.working_set_bytes.is_some()),

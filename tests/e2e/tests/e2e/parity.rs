@@ -144,7 +144,7 @@ async fn image(
     Ok(())
 }
 
-fn of_image(mut config: ContainerConfig, name: &str) -> ContainerConfig {
+pub fn of_image(mut config: ContainerConfig, name: &str) -> ContainerConfig {
     config.image.get_or_insert_default().image = name.into();
     config
 }
@@ -195,7 +195,7 @@ async fn targets_through_links(case: Case) -> Result<()> {
 }
 
 /// Makes the image of a database: a volume with content, an empty one, and one that the image does not have.
-async fn with_volumes(case: &Case) -> Result<&'static str> {
+pub async fn with_volumes(case: &Case) -> Result<&'static str> {
     const NAME: &str = "docker.io/library/parity-volumes:latest";
     let content = |root: &Path| -> Result<()> {
         fs::create_dir_all(root.join("var/lib/db/base"))?;

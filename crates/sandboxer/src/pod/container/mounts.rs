@@ -11,7 +11,7 @@ use sandboxer_host::{
     helper::Helpers,
     volume::{Bound, Kind, Looked, Needed, Volume, VolumeError},
 };
-use sandboxer_protocol::{IMAGE_VOLUME, agent::File, id::ContainerId};
+use sandboxer_protocol::{IMAGE_VOLUME, PROTOCOL_VERSION, agent::File, id::ContainerId, newer};
 use sandboxer_share::attach::Access;
 
 use super::{
@@ -49,17 +49,19 @@ pub struct Mounts {
 /// Sources of bind mounts, by their index in the container's mounts.
 pub type AllLooked = HashMap<usize, Looked>;
 
-/// Reads the sources of a container's bind mounts in helper processes.
+/// Reads the sources of a container's bind mounts in helper processes; those of its image's volumes unless these are
+/// `on_disk`.
 pub async fn look(
     helpers: &Helpers,
     pod: &PodSpec,
     container: &ContainerId,
     mounts: &[Mount],
+    on_disk: bool,
 ) -> Result<AllLooked, PodError> {
     let helpers = helpers.of(&pod.uid);
     let mut looked = AllLooked::new();
     let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
-    let is_on_disk = |mount: &Mount| pod.image_volumes_on_disk && is_image_volume(container, mount);
+    let is_on_disk = |mount: &Mount| on_disk && is_image_volume(container, mount);
     for (at, mount) in binds.filter(|(_, mount)| !is_on_disk(mount)) {
         looked.insert(at, helpers.look(&pod.id, mount).await.map_err(VolumeError::from)?);
     }
@@ -100,12 +102,14 @@ fn device(mount: &Mount) -> Option<&'static Path> {
     devices::mounted(mount.source().as_deref().filter(|_| is_bind(mount))?)
 }
 
-/// Sorts the mounts of `container`, whose bind mounts are in `looked`; rejects unsupported mounts by name.
+/// Sorts the mounts of `container`, whose bind mounts are in `looked`; rejects unsupported mounts by name. Volumes of
+/// the image are on the container's disk if they are to be `on_disk`, else live shares of containerd's directory.
 pub fn convert(
     pod: &PodSpec,
     container: &ContainerId,
     mounts: Vec<Mount>,
     mut looked: AllLooked,
+    on_disk: bool,
 ) -> Result<Mounts, PodError> {
     let mut all = Mounts { files: files(pod), ..Default::default() };
     for (at, mount) in mounts.into_iter().enumerate() {
@@ -119,7 +123,7 @@ pub fn convert(
             // Mounted below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             all.kept.push(mount);
-        } else if pod.image_volumes_on_disk && is_image_volume(container, &mount) {
+        } else if on_disk && is_image_volume(container, &mount) {
             let options = mount.options().iter().flatten();
             let kept = options.filter(|option| IMAGE_VOLUME_OPTIONS.contains(&option.as_str())).cloned();
             all.kept.push(bind(container, mount.destination(), IMAGE_VOLUME.into(), kept.collect())?);
@@ -234,6 +238,8 @@ fn bind(
     source: PathBuf,
     options: Vec<String>,
 ) -> Result<Mount, PodError> {
+    let unlisted = newer::in_source(&source, PROTOCOL_VERSION);
+    debug_assert!(unlisted.is_none(), "{source:?}: list this kind of mount in protocol/newer.rs");
     MountBuilder::default()
         .destination(at)
         .typ("bind")
@@ -288,7 +294,7 @@ mod tests {
     /// Converts mounts of the pod with uid "u", whose kubelet has this root directory.
     fn converted_at(root: &Path, mounts: Vec<Mount>) -> Result<Mounts, PodError> {
         let looked = looked_at(&Kubelet { root: root.to_owned(), uid: "u".to_owned() }, &mounts)?;
-        convert(&record("p").spec, &"c".parse().unwrap(), mounts, looked)
+        convert(&record("p").spec, &"c".parse().unwrap(), mounts, looked, true)
     }
 
     #[test]
@@ -301,25 +307,31 @@ mod tests {
 
     #[test]
     fn a_volume_of_the_image_is_on_the_containers_disk_and_no_other_path_is_one() {
-        let pod = PodSpec { image_volumes_on_disk: true, ..record("p").spec };
+        let pod = record("p").spec;
         let dir = tempfile::tempdir().unwrap();
         let own = dir.path().join("containers/c/volumes/0a");
-        let all = |source: &Path| {
+        let all = |source: &Path, on_disk| {
             let mounts = vec![mount("/data", source, &["rbind", "rprivate", "rw"])];
             let kubelet = Kubelet { root: dir.path().into(), uid: "u".to_owned() };
-            let looked = if source == own { AllLooked::new() } else { looked_at(&kubelet, &mounts).unwrap() };
-            convert(&pod, &"c".parse().unwrap(), mounts, looked).unwrap()
+            let is_own = on_disk && source == own;
+            let looked = if is_own { AllLooked::new() } else { looked_at(&kubelet, &mounts).unwrap() };
+            convert(&pod, &"c".parse().unwrap(), mounts, looked, on_disk).unwrap()
         };
-        let on_disk = all(&own);
+        let on_disk = all(&own, true);
         assert!(on_disk.has_image_volumes && on_disk.shares.is_empty());
         assert_eq!(on_disk.kept[0].source().as_deref(), Some(Path::new(IMAGE_VOLUME)));
         assert_eq!(on_disk.kept[0].options().clone().unwrap(), ["rbind", "rw"]);
         for other in ["containers/d/volumes/0a", "containers/c/volumes", "c/volumes/0a"] {
             let other = dir.path().join(other);
             fs::create_dir_all(&other).unwrap();
-            let shared = all(&other);
+            let shared = all(&other, true);
             assert!(!shared.has_image_volumes && shared.shares.len() == 1, "{other:?}");
         }
+        // As for an agent that does not know such mounts.
+        fs::create_dir_all(&own).unwrap();
+        let shared = all(&own, false);
+        assert!(!shared.has_image_volumes && shared.shares.len() == 1);
+        assert_eq!(shared.kept[0].source().clone().unwrap(), shared.shares[0].guest_path());
     }
 
     #[test]

@@ -71,8 +71,13 @@ pub struct GuestSpec {
 }
 
 /// Reads `config.json` in the bundle of `new`, has `helpers` read the host paths in it, and translates it for the guest
-/// of `pod`.
-pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Result<GuestSpec, PodError> {
+/// of `pod`. Volumes of the image are on the container's disk if they are to be `on_disk`.
+pub async fn read(
+    pod: &PodSpec,
+    new: &NewContainer,
+    helpers: &Helpers,
+    on_disk: bool,
+) -> Result<GuestSpec, PodError> {
     let (container, path) = (&new.id, new.bundle.join("config.json"));
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
         ReadError::TooLarge(length) => too_large(container, length),
@@ -81,8 +86,9 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
         }
     })?;
     let spec = parse_json(new, &text)?;
-    let looked = mounts::look(helpers, pod, container, spec.mounts().as_deref().unwrap_or_default()).await?;
-    convert(pod, new, spec, looked)
+    let mounts = spec.mounts().as_deref().unwrap_or_default();
+    let looked = mounts::look(helpers, pod, container, mounts, on_disk).await?;
+    convert(pod, new, spec, looked, on_disk)
 }
 
 /// Returns the error for a spec of this length.
@@ -99,7 +105,7 @@ pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<Gu
     let spec = parse_json(new, text)?;
     let kubelet = sandboxer_host::volume::Kubelet { root: "/var/lib/kubelet".into(), uid: pod.uid.clone() };
     let looked = mounts::looked_at(&kubelet, spec.mounts().as_deref().unwrap_or_default())?;
-    convert(pod, new, spec, looked)
+    convert(pod, new, spec, looked, pod.image_volumes_on_disk)
 }
 
 fn parse_json(new: &NewContainer, text: &[u8]) -> Result<Spec, PodError> {
@@ -127,6 +133,7 @@ fn convert(
     new: &NewContainer,
     mut spec: Spec,
     looked: AllLooked,
+    on_disk: bool,
 ) -> Result<GuestSpec, PodError> {
     let container = &new.id;
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
@@ -135,7 +142,7 @@ fn convert(
     let asked = spec.mounts().clone().unwrap_or_default();
     let mounted: Vec<_> = asked.iter().map(|mount| mount.destination().clone()).collect();
     let Mounts { kept, mut files, mut needed, shares, message, has_image_volumes } =
-        mounts::convert(pod, container, asked, looked)?;
+        mounts::convert(pod, container, asked, looked, on_disk)?;
     spec.set_mounts(Some(kept));
     if let Some(process) = spec.process_mut() {
         drop_host_labels(container, process)?;
@@ -350,7 +357,7 @@ mod tests {
         // The spec names nothing on the host that a helper would read.
         let helpers = Helpers::new(None, std::time::Duration::ZERO);
         let (pod, new) = (record("web").spec, new(bundle.path(), &[]));
-        let guest = futures::executor::block_on(read(&pod, &new, &helpers))?;
+        let guest = futures::executor::block_on(read(&pod, &new, &helpers, true))?;
         Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
     }
 

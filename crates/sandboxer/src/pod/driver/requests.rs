@@ -7,6 +7,7 @@ use sandboxer_base::chain;
 use sandboxer_guest::{GuestError, Signal};
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
+    newer,
     stage::Stage,
 };
 
@@ -138,7 +139,8 @@ impl Driver {
             let cancelled = || PodError::Cancelled(spec.id.clone());
             let made = async {
                 // Before admission: a slow volume must not hold a permit.
-                let look = container::spec::read(&spec, &new, &node.volumes.helpers);
+                let on_disk = spec.image_volumes_on_disk && live.agent.knows(&newer::IMAGE_VOLUMES);
+                let look = container::spec::read(&spec, &new, &node.volumes.helpers, on_disk);
                 let guest_spec = cancel.run_until_cancelled(look).await.ok_or_else(cancelled)??;
                 let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
                 let place = stages.run(Stage::Queue, turn).await?;

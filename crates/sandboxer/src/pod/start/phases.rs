@@ -10,6 +10,7 @@ use sandboxer_protocol::{
     agent::{ConfigurePodRequest, PodLimits},
     id::SandboxId,
     link::{LinkError, LinkKey},
+    newer,
 };
 use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError};
 use tokio::time::Instant;
@@ -209,21 +210,29 @@ impl Greeted<'_> {
         let entropy: [u8; ENTROPY] = rand::random();
         // A booted guest has its key already. Sending it again would look like a greeting.
         let link_key = if self.start_path == StartPath::Boot { Vec::new() } else { key.as_bytes().to_vec() };
-        let processes = spec.max_processes.and_then(|most| i64::try_from(most).ok()).unwrap_or_default();
+        // A pod does without what its agent does not know: the doctor warns of an initramfs of the release before.
+        let agent = &self.live.agent;
+        let most = spec.max_processes.filter(|_| agent.knows(&newer::PROCESSES));
+        let processes = most.and_then(|most| i64::try_from(most).ok()).unwrap_or_default();
         let limits = PodLimits { processes, ..spec.limits.for_guest() };
+        let of_node = Some(&spec.node_sysctls).filter(|_| agent.knows(&newer::HOST_SYSCTLS));
         let identity = ConfigurePodRequest {
             hostname: spec.hostname.clone(),
             realtime_ns: now_ns(),
             entropy: entropy.to_vec(),
             sysctls: spec.sysctls.clone().into_iter().collect(),
-            host_sysctls: spec.node_sysctls.clone().into_iter().collect(),
+            host_sysctls: of_node
+                .into_iter()
+                .flatten()
+                .map(|(name, value)| (name.clone(), value.clone()))
+                .collect(),
             link_key,
             limits: Some(limits).into(),
             interfaces: (0..).zip(&self.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
-            removes_other_cards: true,
+            removes_other_cards: agent.knows(&newer::REMOVES_OTHER_CARDS),
             ..Default::default()
         };
-        let configured = self.live.agent.configure_pod(identity);
+        let configured = agent.configure_pod(identity);
         watched(spec, until, self.live.vm.as_ref(), configured).await?;
         Ok(self)
     }

@@ -4,7 +4,8 @@
 //! A difference either has a reason in `known.rs` or fails the run, which then shows the shortest sequence that has it.
 //!
 //! Only with `SANDBOXER_E2E_DIFFERENTIAL=SECONDS`, which `make test-differential SECONDS=…` sets; elsewhere the test is counted
-//! as ignored. `SANDBOXER_E2E_SEED=7` is that seed again, `SANDBOXER_E2E_SEED=7:23` its sequence 23 alone.
+//! as ignored. `SANDBOXER_E2E_SEED=7` is that seed again, `SANDBOXER_E2E_SEED=7:23` its sequence 23 alone, and
+//! `SANDBOXER_E2E_SEED='7:killed before its start'` the fixed sequence of that name (`steps.rs: corpus`).
 //! `SANDBOXER_E2E_HANDLERS=runc` compares runc with itself: what differs then is the test's own fault.
 
 mod events;
@@ -28,7 +29,7 @@ use sandboxer_e2e::containerd::Containerd;
 use sandboxer_e2e::cri::Cri;
 use sandboxer_e2e::failing::Failing;
 use sandboxer_e2e::stack::Stack;
-use steps::STREAMS;
+use steps::{STREAMS, corpus};
 use tasks::Run;
 
 fn main() -> ExitCode {
@@ -57,8 +58,15 @@ enum Subject {
 fn seed() -> Result<(u64, Option<u64>)> {
     let Ok(text) = std::env::var("SANDBOXER_E2E_SEED") else { return Ok((rand::random(), None)) };
     let (seed, only) = text.split_once(':').map_or((text.as_str(), None), |(seed, only)| (seed, Some(only)));
-    let number = |text: &str| text.parse().with_context(|| format!("SANDBOXER_E2E_SEED={text}: no number"));
-    Ok((number(seed)?, only.map(number).transpose()?))
+    let seed = seed.parse().with_context(|| format!("SANDBOXER_E2E_SEED={text}: {seed:?} is no number"))?;
+    let Some(only) = only else { return Ok((seed, None)) };
+    let fixed = corpus();
+    let named = fixed.iter().position(|fixed| fixed.name == only).map(|number| number as u64);
+    let only = named.or_else(|| only.parse().ok()).with_context(|| {
+        let names = fixed.iter().map(|fixed| fixed.name).collect::<Vec<_>>();
+        format!("SANDBOXER_E2E_SEED={text}: {only:?} is neither a number nor one of {names:#?}")
+    })?;
+    Ok((seed, Some(only)))
 }
 
 fn run(time: Duration, subject: Subject) -> Result<()> {

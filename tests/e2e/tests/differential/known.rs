@@ -18,10 +18,11 @@ impl Difference {
     }
 }
 
-/// A difference that is meant.
+/// A difference that is meant. Each is one pair of words: what is not in the list is a difference.
 pub struct Known {
-    /// As in [`Difference`]; `*` at the end stands for anything.
+    /// As in [`Difference`].
     what: &'static str,
+    /// As there; `*` at the end stands for whatever else runc leaves behind, and for no answer.
     runc: &'static str,
     ours: &'static str,
     /// Why it is meant.
@@ -30,11 +31,42 @@ pub struct Known {
     pub ends: bool,
 }
 
-/// All of them.
+/// An answer for which runc's shim has no code: it has made a sentence of what is wrong.
+const fn coded(what: &'static str, ours: &'static str, why: &'static str) -> Known {
+    Known { what, runc: "Unknown", ours, why, ends: false }
+}
+
+/// All of them. containerd and its clients act on NotFound (it is gone) and on AlreadyExists; of the other codes a client
+/// sees the sentence alone.
 pub const KNOWN: &[Known] = &[
-    Known { what: "answer of *", runc: "Unknown", ours: "NotFound", why: WITH_A_CODE, ends: false },
-    Known { what: "answer of *", runc: "Unknown", ours: "FailedPrecondition", why: WITH_A_CODE, ends: false },
-    Known { what: "answer of *", runc: "Unknown", ours: "InvalidArgument", why: WITH_A_CODE, ends: false },
+    coded("answer of Create", "NotFound", STOPPED),
+    coded("answer of Create", "FailedPrecondition", PAUSED),
+    coded("answer of Create", "InvalidArgument", PROGRAM),
+    coded("answer of CreateTwice", "InvalidArgument", PROGRAM),
+    coded("answer of Start", "NotFound", STOPPED),
+    coded("answer of Start", "FailedPrecondition", STATE),
+    coded("answer of Start", "InvalidArgument", PROGRAM),
+    coded(
+        "answer of Kill",
+        "InvalidArgument",
+        "no kernel has such a signal: runc's program says so, and its shim tells no code",
+    ),
+    coded(
+        "answer of Delete",
+        "FailedPrecondition",
+        "a process that runs cannot be deleted: runc's shim has no code for it",
+    ),
+    coded("answer of Resize", "NotFound", STOPPED),
+    coded("answer of Pause", "NotFound", STOPPED),
+    coded("answer of Pause", "FailedPrecondition", STATE),
+    coded("answer of Resume", "NotFound", STOPPED),
+    coded("answer of Resume", "FailedPrecondition", STATE),
+    coded("answer of Update", "NotFound", STOPPED),
+    coded("answer of Update", "FailedPrecondition", LIMIT),
+    coded("answer of Update", "InvalidArgument", LIMIT),
+    coded("answer of Metrics", "NotFound", STOPPED),
+    coded("answer of CriStart", "InvalidArgument", PROGRAM),
+    coded("answer of CriExec", "InvalidArgument", PROGRAM),
     Known {
         what: "answer of Kill",
         runc: "FailedPrecondition",
@@ -51,22 +83,23 @@ pub const KNOWN: &[Known] = &[
     },
 ];
 
-const WITH_A_CODE: &str =
-    "runc's shim has no code for most errors; the daemon has, and containerd acts on it";
-
-fn is_of(pattern: &str, text: &str) -> bool {
-    match pattern.strip_suffix('*') {
-        Some(start) => text.starts_with(start),
-        None => text == pattern,
-    }
-}
+const STOPPED: &str =
+    "the process has ended: the daemon says that it is gone, runc's shim `cannot … a stopped process`";
+const PAUSED: &str = "the container is paused: runc's shim says `cannot exec in a paused state` and no code";
+const STATE: &str =
+    "the process is in another state than the request needs: runc's shim has only a sentence for it";
+const PROGRAM: &str = "the program is no file of the image: runc says so, and its shim has no code";
+const LIMIT: &str =
+    "the kernel takes no such limit: runc quotes the kernel, the daemon says whose fault it is";
 
 /// Returns what explains a difference.
 pub fn explains(difference: &Difference) -> Option<&'static Known> {
     KNOWN.iter().find(|known| {
-        is_of(known.what, &difference.what)
-            && is_of(known.runc, &difference.runc)
-            && is_of(known.ours, &difference.ours)
+        let is_runcs = match known.runc.strip_suffix('*') {
+            Some(start) => difference.runc.starts_with(start),
+            None => difference.runc == known.runc,
+        };
+        is_runcs && known.what == difference.what && known.ours == difference.ours
     })
 }
 

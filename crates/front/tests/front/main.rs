@@ -25,50 +25,39 @@
 
 use std::{
     ffi::OsString,
-    fs::File,
     io::{Read, Write},
     os::{
-        fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
-        unix::{
-            fs::OpenOptionsExt,
-            net::{UnixListener, UnixStream},
-            process::CommandExt,
-        },
+        fd::{FromRawFd, OwnedFd},
+        unix::process::CommandExt,
     },
-    path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, Stdio},
-    sync::Arc,
+    path::Path,
+    process::{Command, ExitCode, Stdio},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
+use harness::{Front, PATIENCE, command, pass, until, wire};
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::{
     sys::{
         resource::{Resource, setrlimit},
-        signal::{Signal, kill, raise},
-        socket::MsgFlags,
+        signal::{Signal, kill},
     },
     unistd::Pid,
 };
-use sandboxer_front::{
-    Build,
-    control::{self, ANSWERS_PINGS, Kind, TASK_LISTENER},
-    frame::{Assembler, Frame, HEADER, REPEATED, REQUEST, RESPONSE},
-};
+use sandboxer_front::{Build, frame::REQUEST};
+use worker::NEEDED;
 
+mod harness;
 #[allow(dead_code, reason = "another test uses the rest")]
-#[path = "../../sandboxer/tests/hung_volume/mod.rs"]
+#[path = "../../../sandboxer/tests/hung_volume/mod.rs"]
 mod hung_volume;
+mod worker;
 
 /// A worker that is silent for so long is replaced.
 const SILENCE: Duration = Duration::from_secs(3);
 /// The file with what the double tells that it supports; without it, the double exits with an error.
 const SUPPORTED: &str = "supported";
-/// What a double must support after one that was asked to `need` it.
-const NEEDED: &str = "this";
-/// Longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
     let args: Vec<_> = std::env::args_os().skip(1).collect();
@@ -83,7 +72,7 @@ fn main() -> ExitCode {
             }
             Err(_) => ExitCode::FAILURE,
         },
-        Some("worker") => double(Path::new(&args[1]), descriptor(&args[3])),
+        Some("worker") => worker::double(Path::new(&args[1]), descriptor(&args[3])),
         _ => {
             let trials = [
                 (
@@ -154,256 +143,6 @@ fn checked(state: OwnedFd) -> ExitCode {
 fn descriptor(number: &OsString) -> OwnedFd {
     // SAFETY: whoever has started this program has passed it for this use.
     unsafe { OwnedFd::from_raw_fd(number.to_str().unwrap().parse().unwrap()) }
-}
-
-fn wire(stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
-    let mut bytes = u32::try_from(body.len()).unwrap().to_be_bytes().to_vec();
-    bytes.extend_from_slice(&stream.to_be_bytes());
-    bytes.extend_from_slice(&[kind, 0]);
-    bytes.extend_from_slice(body);
-    bytes
-}
-
-// ── the double ──────────────────────────────────────────────────────────────────────────────────────
-
-fn double(dir: &Path, control: OwnedFd) -> ExitCode {
-    if dir.join("refuse").exists() {
-        return ExitCode::from(3);
-    }
-    let control = Arc::new(control);
-    let (mut life, mut listens) = (1, false);
-    loop {
-        let message = control::receive(control.as_fd(), MsgFlags::empty()).unwrap().unwrap();
-        match (message.kind, message.key.as_str()) {
-            (Kind::AllKept, _) => break,
-            (_, "life") => life = u32::from_be_bytes(message.note[..].try_into().unwrap()) + 1,
-            (_, key) => listens |= key.starts_with(TASK_LISTENER),
-        }
-    }
-    let keep = |key: &str, note: &[u8], fds: &[BorrowedFd<'_>]| {
-        control::send(control.as_fd(), Kind::Keep, key, note, fds).unwrap();
-    };
-    if !listens {
-        let listener = UnixListener::bind(dir.join("task.sock")).unwrap();
-        listener.set_nonblocking(true).unwrap();
-        keep(TASK_LISTENER, &[], &[listener.as_fd()]);
-        drop(open(dir, &control));
-    }
-    keep("life", &life.to_be_bytes(), &[]);
-    control::send(control.as_fd(), Kind::Ready, "", ANSWERS_PINGS, &[]).unwrap();
-    while let Ok(Some(mut message)) = control::receive(control.as_fd(), MsgFlags::empty()) {
-        if message.kind == Kind::Ping {
-            control::send(control.as_fd(), Kind::Pong, "", &[], &[]).unwrap();
-            continue;
-        }
-        let (link, control) = (UnixStream::from(message.fds.pop().unwrap()), control.clone());
-        let dir = dir.to_owned();
-        thread::spawn(move || answer(&dir, link, life, &control));
-    }
-    ExitCode::SUCCESS
-}
-
-fn open(dir: &Path, control: &OwnedFd) -> OwnedFd {
-    let flags = nix::fcntl::OFlag::O_PATH.bits();
-    let named = File::options().read(true).custom_flags(flags).open(dir.join("fifo")).unwrap();
-    let (answer, theirs) = control::answering().unwrap();
-    control::send(control.as_fd(), Kind::Open, "fifo", &[], &[named.as_fd(), theirs.as_fd()]).unwrap();
-    drop(theirs);
-    let mut opened = control::receive(answer.as_fd(), MsgFlags::empty()).unwrap().unwrap();
-    assert_eq!((opened.kind, opened.fds.len()), (Kind::Kept, 1));
-    opened.fds.remove(0)
-}
-
-/// Leaves a process that has the double's end of the control socket.
-fn linger(dir: &Path, control: &OwnedFd) {
-    let copy = control.try_clone().unwrap();
-    let script = "while [ ! -e \"$0/gone\" ]; do sleep 0.1; done";
-    let mut command = Command::new("sh");
-    command
-        .args(["-c", script])
-        .arg(dir)
-        .stdin(Stdio::from(copy))
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    let mut lingering = command.spawn().unwrap();
-    // It ends later than this process, as a rule.
-    thread::spawn(move || lingering.wait());
-}
-
-/// Waits for a server that does not answer: no signal ends that.
-fn hang(dir: &Path) {
-    nix::sys::prctl::set_name(c"helper").unwrap();
-    let _ = std::fs::read_dir(dir.join("hung"));
-}
-
-fn answer(dir: &Path, mut link: UnixStream, life: u32, control: &OwnedFd) {
-    let (mut assembler, mut scratch) = (Assembler::default(), [0; 4096]);
-    loop {
-        let count = link.read(&mut scratch).unwrap();
-        if count == 0 {
-            return;
-        }
-        for frame in assembler.take(&scratch[..count]).unwrap() {
-            let repeated = frame.bytes()[9] & REPEATED != 0;
-            let told = format!("life {life}{}", if repeated { ", repeated" } else { "" });
-            let told = wire(frame.stream(), RESPONSE, told.as_bytes());
-            match &frame.bytes()[HEADER..] {
-                b"die" if !repeated => raise(Signal::SIGKILL).unwrap(),
-                b"half" if !repeated => {
-                    link.write_all(&told[..told.len() - 2]).unwrap();
-                    raise(Signal::SIGKILL).unwrap();
-                }
-                b"wait" if !repeated => continue,
-                b"deadly" => raise(Signal::SIGKILL).unwrap(),
-                b"slow" => pass(Duration::from_millis(200)),
-                b"linger" => linger(dir, control),
-                b"hang" if !repeated => hang(dir),
-                b"stop" if !repeated => raise(Signal::SIGSTOP).unwrap(),
-                _ if frame.method() == Some("Deadly") => raise(Signal::SIGKILL).unwrap(),
-                _ if matches!(frame.method(), Some("Wait" | "Hold")) => continue,
-                b"need" => {
-                    control::send(control.as_fd(), Kind::Keep, "needs x", NEEDED.as_bytes(), &[]).unwrap();
-                }
-                b"forget" => control::send(control.as_fd(), Kind::Forget, "fifo", &[], &[]).unwrap(),
-                b"open" => drop(open(dir, control)),
-                b"twice" => {
-                    let fifo = open(dir, control);
-                    control::send(control.as_fd(), Kind::Keep, "copy", &[], &[fifo.as_fd()]).unwrap();
-                }
-                b"forget copy" => control::send(control.as_fd(), Kind::Forget, "copy", &[], &[]).unwrap(),
-                _ => {}
-            }
-            link.write_all(&told).unwrap();
-        }
-    }
-}
-
-// ── the tests ───────────────────────────────────────────────────────────────────────────────────────
-
-struct Front {
-    dir: tempfile::TempDir,
-    process: Child,
-    fifo: File,
-}
-
-impl Front {
-    fn start() -> Self {
-        Self::with(|_| {})
-    }
-
-    fn with(change: impl FnOnce(&mut Command)) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        // A FIFO without a writer is opened at once.
-        let flags = nix::fcntl::OFlag::O_NONBLOCK.bits();
-        let fifo = File::options().read(true).custom_flags(flags).open(dir.path().join("fifo")).unwrap();
-        let mut command = command(dir.path());
-        change(&mut command);
-        let process = command.spawn().unwrap();
-        let front = Self { dir, process, fifo };
-        // The file exists before the front listens.
-        until("the front's socket", || UnixStream::connect(front.socket()).is_ok());
-        front
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.dir.path().join("task.sock")
-    }
-
-    fn client(&self) -> Client {
-        let stream = UnixStream::connect(self.socket()).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        Client { stream, assembler: Assembler::default(), ready: Vec::new() }
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.process.id().try_into().unwrap()), signal).unwrap();
-    }
-
-    /// Returns the front itself. The process that was started is its keeper.
-    fn pid(&self) -> Pid {
-        let keeper = self.process.id();
-        let mut front = None;
-        until("a front", || {
-            let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
-            front = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
-            front.is_some()
-        });
-        Pid::from_raw(front.unwrap())
-    }
-
-    /// Kills the front. Its successor may be there already.
-    fn kill(&self) {
-        // It may have died by itself.
-        let _ = kill(self.pid(), Signal::SIGKILL);
-    }
-
-    fn ended(&mut self) -> std::process::ExitStatus {
-        until("the front's end", || self.process.try_wait().unwrap().is_some());
-        self.process.wait().unwrap()
-    }
-}
-
-impl Drop for Front {
-    fn drop(&mut self) {
-        if self.process.try_wait().is_ok_and(|ended| ended.is_none()) {
-            self.signal(Signal::SIGTERM);
-            let _ = self.process.wait();
-        }
-    }
-}
-
-fn command(dir: &Path) -> Command {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.arg("front").arg(dir).env_remove("NOTIFY_SOCKET");
-    command
-}
-
-fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
-    while !there() {
-        assert!(Instant::now() < end, "{what} did not come");
-        thread::yield_now();
-    }
-}
-
-struct Client {
-    stream: UnixStream,
-    assembler: Assembler,
-    ready: Vec<Frame>,
-}
-
-impl Client {
-    fn ask(&mut self, stream: u32, word: &str) {
-        self.stream.write_all(&wire(stream, REQUEST, word.as_bytes())).unwrap();
-    }
-
-    /// Sends a complete request of a container, as containerd does.
-    fn ask_method(&mut self, stream: u32, method: &str) {
-        let mut body = vec![0x12, u8::try_from(method.len()).unwrap()];
-        body.extend_from_slice(method.as_bytes());
-        body.extend_from_slice(b"\x1a\x04\x0a\x02c1");
-        self.stream.write_all(&wire(stream, REQUEST, &body)).unwrap();
-    }
-
-    /// Returns the next response: its request's number, and its text.
-    fn answer(&mut self) -> (u32, String) {
-        while self.ready.is_empty() {
-            let mut scratch = [0; 4096];
-            let count = self.stream.read(&mut scratch).unwrap();
-            assert!(count > 0, "the connection was closed");
-            self.ready = self.assembler.take(&scratch[..count]).unwrap();
-        }
-        let frame = self.ready.remove(0);
-        (frame.stream(), String::from_utf8_lossy(&frame.bytes()[HEADER..]).into_owned())
-    }
-
-    fn told(&mut self, stream: u32, word: &str) -> String {
-        self.ask(stream, word);
-        let (answered, words) = self.answer();
-        assert_eq!(answered, stream);
-        words
-    }
 }
 
 fn killed() -> Result<(), Failed> {
@@ -570,7 +309,7 @@ fn reader(front: &Front) -> thread::JoinHandle<Vec<u8>> {
     let fifo = front.dir.path().join("fifo");
     thread::spawn(move || {
         let mut bytes = vec![0; 16];
-        let count = File::open(fifo).unwrap().read(&mut bytes).unwrap();
+        let count = std::fs::File::open(fifo).unwrap().read(&mut bytes).unwrap();
         bytes.truncate(count);
         bytes
     })
@@ -592,7 +331,7 @@ fn fifo_loose() -> Result<(), Failed> {
     let reader = reader(&front);
     assert_eq!(client.told(5, "open"), "life 3, repeated");
     assert!(!reader.is_finished(), "the FIFO was closed");
-    File::options().write(true).open(front.dir.path().join("fifo"))?.write_all(b"x")?;
+    std::fs::File::options().write(true).open(front.dir.path().join("fifo"))?.write_all(b"x")?;
     assert_eq!(reader.join().unwrap(), b"x");
     Ok(())
 }
@@ -656,7 +395,7 @@ fn worker(front: &Front) -> Option<Pid> {
 #[cfg(feature = "failpoints")]
 fn everything(front: &Front, stream: &mut u32) -> Result<(), Failed> {
     let (mut client, mut other) = (front.client(), front.client());
-    let mut ask = |client: &mut Client, word: &str| {
+    let mut ask = |client: &mut harness::Client, word: &str| {
         *stream += 2;
         assert!(client.told(*stream, word).starts_with("life "), "{word}");
     };
@@ -948,12 +687,6 @@ fn waits() -> Result<(), Failed> {
     }
     assert_eq!(client.told(101, "hello"), "life 6");
     Ok(())
-}
-
-/// Lets time pass in which something must not happen, or in which a slow request completes.
-#[expect(clippy::disallowed_methods, reason = "there is no event to wait for where nothing is to happen")]
-fn pass(time: Duration) {
-    std::thread::sleep(time);
 }
 
 fn reloads() -> Result<(), Failed> {

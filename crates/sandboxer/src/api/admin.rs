@@ -21,7 +21,7 @@ use sandboxer_protocol::{
 use sandboxer_vmm::{VmmKey, console};
 use tonic::{Request, Response, Status};
 
-use super::{convert::grpc, places, preflight, quarantine, templates, traffic};
+use super::{places, preflight, quarantine, templates, traffic};
 use crate::{
     events,
     pod::{
@@ -46,7 +46,7 @@ impl AdminService {
     }
 
     async fn inspect(&self, pod: &PodHandle) -> Result<Pod, Status> {
-        let view = pod.inspect().await.map_err(grpc)?;
+        let view = pod.inspect().await?;
         Ok(pod_message(&self.node, view))
     }
 }
@@ -109,8 +109,8 @@ impl Admin for AdminService {
     }
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
-        let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
-        let view = pod.inspect().await.map_err(grpc)?;
+        let pod = self.node.registry.pod_by_prefix(&request.get_ref().id)?;
+        let view = pod.inspect().await?;
         let traffic = traffic::read(&view).await;
         let mut message = pod_message(&self.node, view);
         traffic.add_to(&mut message.interfaces);
@@ -146,7 +146,7 @@ impl Admin for AdminService {
         request: Request<ConsoleLogRequest>,
     ) -> Result<Response<Self::ConsoleLogStream>, Status> {
         let request = request.into_inner();
-        let pod = self.node.registry.pod_by_prefix(&request.id).map_err(grpc)?;
+        let pod = self.node.registry.pod_by_prefix(&request.id)?;
         let reader = console::Reader::open(&self.node.run_dir(pod.id()))
             .map_err(|error| Status::not_found(format!("console log of pod {}: {error}", pod.id())))?;
         let chunks = reader.into_stream(request.follow).map(|chunk| match chunk {

@@ -210,36 +210,38 @@ fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Op
     annotations.get(name).map(|text| quantity::space(name, text)).transpose()
 }
 
-/// Converts an error to gRPC.
-pub fn grpc(error: PodError) -> tonic::Status {
-    let code = match error.code() {
-        Code::NotFound => tonic::Code::NotFound,
-        Code::AlreadyExists => tonic::Code::AlreadyExists,
-        Code::InvalidArgument => tonic::Code::InvalidArgument,
-        Code::FailedPrecondition => tonic::Code::FailedPrecondition,
-        Code::Cancelled => tonic::Code::Cancelled,
-        Code::DeadlineExceeded => tonic::Code::DeadlineExceeded,
-        Code::Unavailable => tonic::Code::Unavailable,
-        Code::Unimplemented => tonic::Code::Unimplemented,
-        Code::Internal => tonic::Code::Internal,
-    };
-    tonic::Status::new(code, chain(&error))
+impl From<PodError> for tonic::Status {
+    fn from(error: PodError) -> Self {
+        let code = match error.code() {
+            Code::NotFound => tonic::Code::NotFound,
+            Code::AlreadyExists => tonic::Code::AlreadyExists,
+            Code::InvalidArgument => tonic::Code::InvalidArgument,
+            Code::FailedPrecondition => tonic::Code::FailedPrecondition,
+            Code::Cancelled => tonic::Code::Cancelled,
+            Code::DeadlineExceeded => tonic::Code::DeadlineExceeded,
+            Code::Unavailable => tonic::Code::Unavailable,
+            Code::Unimplemented => tonic::Code::Unimplemented,
+            Code::Internal => tonic::Code::Internal,
+        };
+        tonic::Status::new(code, chain(&error))
+    }
 }
 
-/// Converts an error to ttrpc.
-pub fn ttrpc(error: PodError) -> ttrpc::Error {
-    let code = match error.code() {
-        Code::NotFound => ttrpc::Code::NOT_FOUND,
-        Code::AlreadyExists => ttrpc::Code::ALREADY_EXISTS,
-        Code::InvalidArgument => ttrpc::Code::INVALID_ARGUMENT,
-        Code::FailedPrecondition => ttrpc::Code::FAILED_PRECONDITION,
-        Code::Cancelled => ttrpc::Code::CANCELLED,
-        Code::DeadlineExceeded => ttrpc::Code::DEADLINE_EXCEEDED,
-        Code::Unavailable => ttrpc::Code::UNAVAILABLE,
-        Code::Unimplemented => ttrpc::Code::UNIMPLEMENTED,
-        Code::Internal => ttrpc::Code::INTERNAL,
-    };
-    ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
+impl From<PodError> for ttrpc::Error {
+    fn from(error: PodError) -> Self {
+        let code = match error.code() {
+            Code::NotFound => ttrpc::Code::NOT_FOUND,
+            Code::AlreadyExists => ttrpc::Code::ALREADY_EXISTS,
+            Code::InvalidArgument => ttrpc::Code::INVALID_ARGUMENT,
+            Code::FailedPrecondition => ttrpc::Code::FAILED_PRECONDITION,
+            Code::Cancelled => ttrpc::Code::CANCELLED,
+            Code::DeadlineExceeded => ttrpc::Code::DEADLINE_EXCEEDED,
+            Code::Unavailable => ttrpc::Code::UNAVAILABLE,
+            Code::Unimplemented => ttrpc::Code::UNIMPLEMENTED,
+            Code::Internal => ttrpc::Code::INTERNAL,
+        };
+        ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
+    }
 }
 
 /// Converts a gRPC error to ttrpc: the codes are the same.

@@ -9,14 +9,13 @@ use sandboxer_protocol::admin::{
 };
 use tonic::Status;
 
-use super::convert::grpc;
 use crate::pod::{DaemonState, PodView};
 
 /// Lists the NUMA nodes, and the places of all pods or of the pod whose id has this prefix.
 pub async fn list(node: &Arc<DaemonState>, id: &str) -> Result<ListPlacesResponse, Status> {
     let pods = match id {
         "" => node.registry.pods(),
-        id => vec![node.registry.pod_by_prefix(id).map_err(grpc)?],
+        id => vec![node.registry.pod_by_prefix(id)?],
     };
     let mut places = Vec::new();
     for pod in pods {
@@ -54,11 +53,11 @@ pub fn move_pod(
     node: &Arc<DaemonState>,
     request: &MovePodRequest,
 ) -> Result<impl Future<Output = Result<MovePodResponse, Status>> + Send + use<>, Status> {
-    let pod = node.registry.pod_by_prefix(&request.id).map_err(grpc)?;
+    let pod = node.registry.pod_by_prefix(&request.id)?;
     let to = request.node;
     Ok(async move {
-        let moved = pod.move_to(to).await.map_err(grpc)?;
-        let mut place = message(&pod.inspect().await.map_err(grpc)?);
+        let moved = pod.move_to(to).await?;
+        let mut place = message(&pod.inspect().await?);
         add_memory(&mut place).await;
         Ok(MovePodResponse {
             from: moved.from,

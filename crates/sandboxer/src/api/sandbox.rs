@@ -28,7 +28,7 @@ use tonic::{Request, Response, Status, transport::server::UdsConnectInfo};
 
 use super::{
     bundle,
-    convert::{grpc, grpc_time, id, pod_spec},
+    convert::{grpc_time, id, pod_spec},
     quarantine,
     size::updated_limits,
     traced,
@@ -71,7 +71,7 @@ impl SandboxService {
         by: Option<i32>,
     ) -> Result<PodHandle, Status> {
         let config = &self.node.config.containers;
-        let spec = pod_spec(request, &self.node.config, &self.node.cgroups).map_err(grpc)?;
+        let spec = pod_spec(request, &self.node.config, &self.node.cgroups)?;
         let mut spec = PodSpec {
             bundle: bundle.map(Path::to_owned),
             rlimits: of_node::rlimits(by, config, &spec.node_sysctls),
@@ -92,8 +92,7 @@ impl SandboxService {
         let pod = self
             .node
             .registry
-            .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))
-            .map_err(grpc)?;
+            .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))?;
         self.node.events.pod(&sandbox, Kind::PodCreated, "");
         self.starts.created(pod.clone());
         Ok(pod)
@@ -113,9 +112,9 @@ impl SandboxService {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => {
                 let held = quarantine::held(&self.node, &id).await?;
-                Err(held.unwrap_or_else(|| grpc(PodError::NoPod(id))))
+                Err(held.unwrap_or_else(|| PodError::NoPod(id).into()))
             }
-            found => found.map_err(grpc),
+            found => Ok(found?),
         }
     }
 
@@ -124,9 +123,9 @@ impl SandboxService {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => match quarantine::kill(&self.node, &id).await? {
                 true => Ok(None),
-                false => Err(grpc(PodError::NoPod(id))),
+                false => Err(PodError::NoPod(id).into()),
             },
-            found => found.map(Some).map_err(grpc),
+            found => Ok(Some(found?)),
         }
     }
 }
@@ -147,7 +146,7 @@ impl SandboxService {
         &self,
         request: Request<ControllerStartRequest>,
     ) -> Result<Response<ControllerStartResponse>, Status> {
-        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        let pod = self.pod(&request.get_ref().sandbox_id)?;
         let first = pod.status().state == PodState::Created;
         let noted = first.then(|| self.starts.begins(&pod)).transpose();
         let noted = noted.map_err(|error| {
@@ -159,7 +158,7 @@ impl SandboxService {
                 if let Some(noted) = noted {
                     noted.failed().await;
                 }
-                return Err(grpc(error));
+                return Err(error.into());
             }
             (Ok(()), None) => {}
         }
@@ -180,7 +179,7 @@ impl SandboxService {
         request: Request<ControllerStopRequest>,
     ) -> Result<Response<ControllerStopResponse>, Status> {
         if let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? {
-            pod.stop().await.map_err(grpc)?;
+            pod.stop().await?;
         }
         Ok(Response::new(ControllerStopResponse {}))
     }
@@ -195,7 +194,7 @@ impl SandboxService {
         match pod.remove().await {
             // Another removal was faster.
             Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),
-            Err(error) => Err(grpc(error)),
+            Err(error) => Err(error.into()),
         }
     }
 }
@@ -265,7 +264,7 @@ impl Controller for SandboxService {
         let pod = Box::pin(self.pod_or_held(&request.get_ref().sandbox_id)).await?;
         self.starts.shown(pod.id());
         let status = tokio::select! {
-            status = pod.stopped() => status.map_err(grpc)?,
+            status = pod.stopped() => status?,
             // containerd retries after this error.
             () = self.ending.cancelled() => return Err(Status::unavailable("sandboxer is being restarted")),
         };
@@ -297,7 +296,7 @@ impl Controller for SandboxService {
         if status.state == PodState::Unknown && !status.overdue {
             // Neither ready nor stopped: the caller keeps the last state and retries.
             let (action, subject) = ("read the state", format!("pod {}", pod.id()));
-            return Err(grpc(PodError::Unreached { action, subject, reason: status.reason }));
+            return Err(PodError::Unreached { action, subject, reason: status.reason }.into());
         }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
@@ -342,8 +341,8 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerMetricsRequest>,
     ) -> Result<Response<ControllerMetricsResponse>, Status> {
-        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        let readings = pod.stats(None).await.map_err(grpc)?;
+        let pod = self.pod(&request.get_ref().sandbox_id)?;
+        let readings = pod.stats(None).await?;
         let value = stats::encode(&readings).map_err(|error| Status::internal(error.to_string()))?;
         Ok(Response::new(ControllerMetricsResponse {
             metrics: Some(Metric {
@@ -359,10 +358,10 @@ impl Controller for SandboxService {
         request: Request<ControllerUpdateRequest>,
     ) -> Result<Response<ControllerUpdateResponse>, Status> {
         let request = request.into_inner();
-        let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
+        let pod = self.pod(&request.sandbox_id)?;
         // Nothing else that containerd stores with a sandbox concerns the daemon.
-        if let Some(limits) = updated_limits(pod.id(), &request).map_err(grpc)? {
-            pod.update_pod(limits).await.map_err(grpc)?;
+        if let Some(limits) = updated_limits(pod.id(), &request)? {
+            pod.update_pod(limits).await?;
         }
         Ok(Response::new(ControllerUpdateResponse {}))
     }

@@ -39,12 +39,7 @@ use sandboxer_protocol::{
 };
 use tonic::{Request, Status};
 
-use super::{
-    bundle, containerd,
-    convert::{grpc, ttrpc_time},
-    cri_metadata, quarantine,
-    sandbox::SandboxService,
-};
+use super::{bundle, containerd, convert::ttrpc_time, cri_metadata, quarantine, sandbox::SandboxService};
 use crate::{
     error::PodError,
     front,
@@ -102,8 +97,8 @@ impl SandboxContainers {
                 PodState::Created | PodState::Starting | PodState::Unknown => return self.start(&pod).await,
             }
         }
-        let invalid = |reason| grpc(PodError::Invalid { subject: format!("pod {id}"), reason });
-        let socket = bundle::containerd(id, bundle).map_err(grpc)?;
+        let invalid = |reason| PodError::Invalid { subject: format!("pod {id}"), reason };
+        let socket = bundle::containerd(id, bundle)?;
         let description = containerd::description(&socket, namespace, id).await?;
         let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
         let by = containerd::pid(&socket).await;
@@ -169,7 +164,7 @@ impl SandboxContainers {
     pub async fn kill(&self, pod: &PodHandle, request: &KillRequest) -> Result<(), Status> {
         self.controller.shown(pod);
         if pod.status().state == PodState::Stopped {
-            return Err(grpc(PodError::ProcessEnded(pod.id().clone())));
+            return Err(PodError::ProcessEnded(pod.id().clone()).into());
         }
         if ENDING.contains(&request.signal) {
             let request = ControllerStopRequest { sandbox_id: pod.id().to_string(), ..Default::default() };
@@ -182,7 +177,7 @@ impl SandboxContainers {
     pub async fn delete(&self, pod: &PodHandle) -> Result<DeleteResponse, Status> {
         let status = pod.status();
         if task_status(&status) == TaskStatus::RUNNING {
-            return Err(grpc(state_error("delete the sandbox container", pod, &status)));
+            return Err(state_error("delete the sandbox container", pod, &status).into());
         }
         let exit = sandbox_exit(&status).unwrap_or_else(unknown_exit);
         self.shutdown(pod.id()).await?;

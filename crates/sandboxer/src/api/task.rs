@@ -27,7 +27,7 @@ use ttrpc::{
 
 use super::{
     bundle::{self, Bundle},
-    convert::{id, optional_id, ttrpc, ttrpc_status, ttrpc_time},
+    convert::{id, optional_id, ttrpc_status, ttrpc_time},
     sandbox::SandboxService,
     sandbox_container::SandboxContainers,
     traced,
@@ -166,8 +166,8 @@ impl TaskService {
         {
             return Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() });
         }
-        let of = id("container id", &request.id).map_err(ttrpc)?;
-        match bundle::read(&of, Path::new(&request.bundle)).map_err(ttrpc)? {
+        let of = id("container id", &request.id)?;
+        match bundle::read(&of, Path::new(&request.bundle))? {
             Bundle::Sandbox => {
                 let namespace = context.metadata.get(NAMESPACE).and_then(|values| values.first());
                 let namespace = namespace.map_or(CRI_NAMESPACE, String::as_str);
@@ -177,7 +177,7 @@ impl TaskService {
             }
             Bundle::Container(sandbox) => {
                 let pod = self.create_container(of, sandbox, request).await;
-                let pod = pod.map_err(|error| refused(ttrpc(error)))?;
+                let pod = pod.map_err(|error| refused(error.into()))?;
                 Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
             }
         }
@@ -186,20 +186,16 @@ impl TaskService {
     async fn start_task(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
         if let Some(pod) = self.sandboxes.pod(&request.id) {
             no_exec(&pod, &request.exec_id)?;
-            let pid = self.sandboxes.started(&pod).map_err(ttrpc)?;
+            let pid = self.sandboxes.started(&pod)?;
             return Ok(StartResponse { pid, ..Default::default() });
         }
-        let started = async {
-            let of = id("container id", &request.id)?;
-            let pod = self.pod_of(&of)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            match Self::again(context) {
-                true => pod.start_process_again(of, exec).await?,
-                false => pod.start_process(of, exec).await?,
-            }
-            Ok(pod)
-        };
-        let pod = started.await.map_err(ttrpc)?;
+        let of = id("container id", &request.id)?;
+        let pod = self.pod_of(&of)?;
+        let exec = optional_id("exec id", &request.exec_id)?;
+        match Self::again(context) {
+            true => pod.start_process_again(of, exec).await?,
+            false => pod.start_process(of, exec).await?,
+        }
         Ok(StartResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
@@ -214,26 +210,23 @@ impl TaskService {
         {
             return Ok(Empty::new());
         }
-        let signalled = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            let signal = Signal {
-                number: request.signal,
-                all: request.all,
-                request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
-                again: Self::again(context),
-            };
-            let asks_politely = exec.is_none() && signal.number != Signal::KILL;
-            match self.pod_of(&of)?.deliver(of.clone(), exec, signal).await {
-                // The guest hangs. After an error, containerd would never send the KILL that ends it.
-                Err(error) if asks_politely && error.code() == Code::DeadlineExceeded => {
-                    tracing::warn!(container = %of, signal = request.signal, error = chain(&error), "guest did not acknowledge a signal");
-                    Ok(())
-                }
-                delivered => delivered,
-            }
+        let of = id("container id", &request.id)?;
+        let exec = optional_id("exec id", &request.exec_id)?;
+        let signal = Signal {
+            number: request.signal,
+            all: request.all,
+            request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
+            again: Self::again(context),
         };
-        signalled.await.map(|()| Empty::new()).map_err(ttrpc)
+        let asks_politely = exec.is_none() && signal.number != Signal::KILL;
+        match self.pod_of(&of)?.deliver(of.clone(), exec, signal).await {
+            // The guest hangs. After an error, containerd would never send the KILL that ends it.
+            Err(error) if asks_politely && error.code() == Code::DeadlineExceeded => {
+                tracing::warn!(container = %of, signal = request.signal, error = chain(&error), "guest did not acknowledge a signal");
+            }
+            delivered => delivered?,
+        }
+        Ok(Empty::new())
     }
 
     async fn delete_task(&self, context: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
@@ -242,22 +235,19 @@ impl TaskService {
             return self.sandboxes.delete(&pod).await.map_err(|status| ttrpc_status(&status));
         }
         self.not_held(&request.id).await?;
+        let of = id("container id", &request.id)?;
+        let exec = optional_id("exec id", &request.exec_id)?;
         let deleted = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            let asked = async {
-                let pod = self.pod_of(&of)?;
-                let exit = pod.delete(of.clone(), exec.clone()).await?;
-                Ok::<_, PodError>((pod.status().vmm_pid, exit))
-            };
-            match asked.await {
-                Err(error) if Self::again(context) && error.code() == Code::NotFound => {
-                    self.deleted(&of, exec.as_ref()).map(|exit| (0, exit)).ok_or(error)
-                }
-                answer => answer,
-            }
+            let pod = self.pod_of(&of)?;
+            let exit = pod.delete(of.clone(), exec.clone()).await?;
+            Ok::<_, PodError>((pod.status().vmm_pid, exit))
         };
-        let (pid, exit) = deleted.await.map_err(ttrpc)?;
+        let (pid, exit) = match deleted.await {
+            Err(error) if Self::again(context) && error.code() == Code::NotFound => {
+                self.deleted(&of, exec.as_ref()).map(|exit| (0, exit)).ok_or(error)?
+            }
+            deleted => deleted?,
+        };
         Ok(DeleteResponse {
             pid,
             exit_status: exit.code,
@@ -290,23 +280,21 @@ impl Task for TaskService {
 
     async fn exec(&self, context: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
         self.nothing_runs_in_it("exec", &request.id)?;
-        let created = async {
-            let of = id("container id", &request.id)?;
-            let exec = id("exec id", &request.exec_id)?;
-            let pod = self.pod_of(&of)?;
-            let stdio = StdioPaths {
-                stdin: request.stdin.into(),
-                stdout: request.stdout.into(),
-                stderr: request.stderr.into(),
-                terminal: request.terminal,
-            };
-            if Self::again(context) && pod.process(of.clone(), Some(exec.clone())).await.is_ok() {
-                return Ok(());
-            }
-            let process = request.spec.into_option().map(|any| any.value).unwrap_or_default();
-            pod.create_exec(of, exec, process, stdio).await
+        let of = id("container id", &request.id)?;
+        let exec = id("exec id", &request.exec_id)?;
+        let pod = self.pod_of(&of)?;
+        let stdio = StdioPaths {
+            stdin: request.stdin.into(),
+            stdout: request.stdout.into(),
+            stderr: request.stderr.into(),
+            terminal: request.terminal,
         };
-        created.await.map(|()| Empty::new()).map_err(ttrpc)
+        if Self::again(context) && pod.process(of.clone(), Some(exec.clone())).await.is_ok() {
+            return Ok(Empty::new());
+        }
+        let process = request.spec.into_option().map(|any| any.value).unwrap_or_default();
+        pod.create_exec(of, exec, process, stdio).await?;
+        Ok(Empty::new())
     }
 
     async fn state(&self, _: &TtrpcContext, request: StateRequest) -> Result<StateResponse> {
@@ -315,7 +303,7 @@ impl Task for TaskService {
             return Ok(self.sandboxes.state(&pod));
         }
         self.not_held(&request.id).await?;
-        let (pod, view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
+        let (pod, view) = self.process(&request.id, &request.exec_id).await?;
         let phase = view.phase.borrow().clone();
         let exit = phase.exit();
         let is_exec = !request.exec_id.is_empty();
@@ -343,7 +331,7 @@ impl Task for TaskService {
         if let Some(of) = self.unknown(&request.id) {
             self.sandboxes.wait_held(&of).await;
         }
-        let (_, mut view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
+        let (_, mut view) = self.process(&request.id, &request.exec_id).await?;
         let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await;
         let exit = match &ended {
             Ok(phase) => phase.exit().cloned(),
@@ -353,8 +341,8 @@ impl Task for TaskService {
         drop(ended);
         let exit = exit.or_else(|| view.phase.borrow().exit().cloned());
         let Some(exit) = exit else {
-            let of = id("container id", &request.id).map_err(ttrpc)?;
-            return Err(ttrpc(PodError::NoContainer(of)));
+            let of = id("container id", &request.id)?;
+            return Err(PodError::NoContainer(of).into());
         };
         Ok(WaitResponse { exit_status: exit.code, exited_at: ttrpc_time(exit.at_ns), ..Default::default() })
     }
@@ -380,11 +368,8 @@ impl Task for TaskService {
             let processes = self.sandboxes.pids(&pod);
             return Ok(PidsResponse { processes, ..Default::default() });
         }
-        let pids = async {
-            let of = id("container id", &request.id)?;
-            self.pod_of(&of)?.pids(of).await
-        };
-        let processes = pids.await.map_err(ttrpc)?.into_iter();
+        let of = id("container id", &request.id)?;
+        let processes = self.pod_of(&of)?.pids(of).await?.into_iter();
         let processes = processes.map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(PidsResponse { processes, ..Default::default() })
     }
@@ -399,48 +384,43 @@ impl Task for TaskService {
 
     async fn resize_pty(&self, _: &TtrpcContext, request: ResizePtyRequest) -> Result<Empty> {
         self.nothing_runs_in_it("resize the terminal of", &request.id)?;
-        let resized = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            self.pod_of(&of)?.resize(of, exec, request.width, request.height).await
-        };
-        resized.await.map(|()| Empty::new()).map_err(ttrpc)
+        let of = id("container id", &request.id)?;
+        let exec = optional_id("exec id", &request.exec_id)?;
+        self.pod_of(&of)?.resize(of, exec, request.width, request.height).await?;
+        Ok(Empty::new())
     }
 
     async fn close_io(&self, _: &TtrpcContext, request: CloseIORequest) -> Result<Empty> {
         if self.sandboxes.pod(&request.id).is_some() {
             return Ok(Empty::new());
         }
-        let closed = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            let pod = self.pod_of(&of)?;
-            if request.stdin { pod.close_stdin(of, exec).await } else { Ok(()) }
-        };
-        closed.await.map(|()| Empty::new()).map_err(ttrpc)
+        let of = id("container id", &request.id)?;
+        let exec = optional_id("exec id", &request.exec_id)?;
+        let pod = self.pod_of(&of)?;
+        if request.stdin {
+            pod.close_stdin(of, exec).await?;
+        }
+        Ok(Empty::new())
     }
 
     async fn update(&self, _: &TtrpcContext, request: UpdateTaskRequest) -> Result<Empty> {
         self.nothing_runs_in_it("update", &request.id)?;
-        let updated = async {
-            let of = id("container id", &request.id)?;
-            let asked = request.resources.into_option().map(|any| any.value).unwrap_or_default();
-            let pod = self.pod_of(&of)?;
-            resources::check_json(&of, &asked)?;
-            pod.update(of, asked).await
-        };
-        updated.await.map(|()| Empty::new()).map_err(ttrpc)
+        let of = id("container id", &request.id)?;
+        let asked = request.resources.into_option().map(|any| any.value).unwrap_or_default();
+        let pod = self.pod_of(&of)?;
+        resources::check_json(&of, &asked)?;
+        pod.update(of, asked).await?;
+        Ok(Empty::new())
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> Result<StatsResponse> {
-        let readings = async {
-            if let Some(pod) = self.sandboxes.pod(&request.id) {
-                return self.sandboxes.stats(&pod).await;
+        let readings = match self.sandboxes.pod(&request.id) {
+            Some(pod) => self.sandboxes.stats(&pod).await?,
+            None => {
+                let of = id("container id", &request.id)?;
+                self.pod_of(&of)?.stats(Some(of)).await?
             }
-            let of = id("container id", &request.id)?;
-            self.pod_of(&of)?.stats(Some(of)).await
         };
-        let readings = readings.await.map_err(ttrpc)?;
         let value = stats::encode(&readings).map_err(|error| ttrpc::Error::Others(error.to_string()))?;
         let any = Any { type_url: stats::TYPE_URL.to_owned(), value, ..Default::default() };
         Ok(StatsResponse { stats: Some(any).into(), ..Default::default() })
@@ -450,9 +430,9 @@ impl Task for TaskService {
         let pod = match self.sandboxes.pod(&request.id) {
             Some(pod) => pod,
             None => {
-                let of = id("container id", &request.id).map_err(ttrpc)?;
+                let of = id("container id", &request.id)?;
                 self.not_held(&request.id).await?;
-                self.pod_of(&of).map_err(ttrpc)?
+                self.pod_of(&of)?
             }
         };
         Ok(ConnectResponse {
@@ -465,7 +445,7 @@ impl Task for TaskService {
 
     async fn checkpoint(&self, _: &TtrpcContext, request: CheckpointTaskRequest) -> Result<Empty> {
         let text = format!("Checkpoint of container {}: not available in a microVM pod", request.id);
-        Err(ttrpc(PodError::Unsupported(text)))
+        Err(PodError::Unsupported(text).into())
     }
 
     /// Does nothing: containerd no longer needs a task server for this container, but one server serves all. The
@@ -480,10 +460,11 @@ impl TaskService {
     fn nothing_runs_in_it(&self, action: &str, container: &str) -> Result<()> {
         match self.sandboxes.pod(container) {
             None => Ok(()),
-            Some(pod) => Err(ttrpc(PodError::Unsupported(format!(
+            Some(pod) => Err(PodError::Unsupported(format!(
                 "cannot {action} the sandbox container of pod {}: it is the pod, and no process runs in it",
                 pod.id()
-            )))),
+            ))
+            .into()),
         }
     }
 
@@ -504,18 +485,16 @@ impl TaskService {
 
     async fn set_paused(&self, container: &str, paused: bool) -> Result<Empty> {
         self.nothing_runs_in_it("pause", container)?;
-        let done = async {
-            let of = id("container id", container)?;
-            self.pod_of(&of)?.set_paused(of, paused).await
-        };
-        done.await.map(|()| Empty::new()).map_err(ttrpc)
+        let of = id("container id", container)?;
+        self.pod_of(&of)?.set_paused(of, paused).await?;
+        Ok(Empty::new())
     }
 }
 
 /// Returns an error for an exec of a sandbox container, which has none.
 fn no_exec(pod: &PodHandle, exec: &str) -> Result<()> {
-    let Some(exec) = optional_id("exec id", exec).map_err(ttrpc)? else { return Ok(()) };
-    Err(ttrpc(PodError::NoExec { container: pod.id().clone(), exec }))
+    let Some(exec) = optional_id("exec id", exec)? else { return Ok(()) };
+    Err(PodError::NoExec { container: pod.id().clone(), exec }.into())
 }
 
 /// Returns what containerd is told of a process. All execs of a paused container are paused, as its control group is.

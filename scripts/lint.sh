@@ -14,7 +14,7 @@ for script in "${sh_scripts[@]}"; do sh -n "$script"; done
 shellcheck -x -S warning "${scripts[@]}"
 shellcheck -s dash -S warning "${sh_scripts[@]}"
 
-unnamed=$(git ls-files 'crates/*/src/*.rs' 'benches/*.rs' | xargs awk -f scripts/doc-comments.awk)
+unnamed=$(git ls-files '*.rs' | xargs awk -f scripts/doc-comments.awk)
 [[ -z $unnamed ]] || die "doc comments without a subject (a pronoun first, or one word):"$'\n'"$unnamed"
 
 # Pages whose tables are not yet of that form.

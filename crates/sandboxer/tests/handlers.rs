@@ -22,7 +22,7 @@ use sandboxer_vmm_fake::FakeVmm;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
-/// These pods have no network.
+/// The shape of all pods here, which have no network.
 const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
 const FIRECRACKER: Option<VmmName> = Some(VmmName::Firecracker);
 

@@ -78,13 +78,13 @@ impl Cri {
         Ok(self.client().run_pod_sandbox(request).await?.into_inner().pod_sandbox_id)
     }
 
-    /// StopPodSandbox.
+    /// StopPodSandbox; leaves the pod as stopped.
     pub async fn stop_pod(&self, id: &str) -> Answer<()> {
         let request = StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.client().stop_pod_sandbox(request).await.map(drop)
     }
 
-    /// RemovePodSandbox.
+    /// RemovePodSandbox; stops the pod first, if it runs.
     pub async fn remove_pod(&self, id: &str) -> Answer<()> {
         let request = RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.client().remove_pod_sandbox(request).await.map(drop)
@@ -139,7 +139,7 @@ impl Cri {
         Ok(self.client().create_container(request).await?.into_inner().container_id)
     }
 
-    /// StartContainer.
+    /// StartContainer; returns once it runs.
     pub async fn start(&self, id: &str) -> Answer<()> {
         let request = StartContainerRequest { container_id: id.to_owned() };
         self.client().start_container(request).await.map(drop)
@@ -151,7 +151,7 @@ impl Cri {
         self.client().stop_container(request).await.map(drop)
     }
 
-    /// UpdateContainerResources.
+    /// UpdateContainerResources, for a container that runs.
     pub async fn update(&self, id: &str, limits: LinuxContainerResources) -> Answer<()> {
         let container_id = id.to_owned();
         let request =
@@ -159,7 +159,7 @@ impl Cri {
         self.client().update_container_resources(request).await.map(drop)
     }
 
-    /// UpdatePodSandboxResources.
+    /// UpdatePodSandboxResources, for a pod that runs.
     pub async fn update_pod(&self, pod: &str, limits: LinuxContainerResources) -> Answer<()> {
         let path = PathAndQuery::from_static("/runtime.v1.RuntimeService/UpdatePodSandboxResources");
         let request = UpdatePodSandboxResourcesRequest {
@@ -173,13 +173,13 @@ impl Cri {
         connection.unary(tonic::Request::new(request), path, codec).await.map(drop)
     }
 
-    /// ReopenContainerLog.
+    /// ReopenContainerLog, after the log was moved.
     pub async fn reopen_log(&self, id: &str) -> Answer<()> {
         let request = ReopenContainerLogRequest { container_id: id.to_owned() };
         self.client().reopen_container_log(request).await.map(drop)
     }
 
-    /// RemoveContainer.
+    /// RemoveContainer; kills it first, if it runs.
     pub async fn remove(&self, id: &str) -> Answer<()> {
         let request = RemoveContainerRequest { container_id: id.to_owned() };
         self.client().remove_container(request).await.map(drop)
@@ -201,7 +201,7 @@ impl Cri {
         Ok(answer.containers.into_iter().map(|container| container.id).collect())
     }
 
-    /// ContainerStats.
+    /// ContainerStats of one container.
     pub async fn stats(&self, id: &str) -> Answer<ContainerStats> {
         let request = ContainerStatsRequest { container_id: id.to_owned() };
         Ok(self.client().container_stats(request).await?.into_inner().stats.unwrap_or_default())

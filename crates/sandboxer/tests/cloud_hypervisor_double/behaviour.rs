@@ -29,7 +29,7 @@ pub enum Fault {
     Silent,
     /// The connection is closed.
     Closes,
-    /// These bytes are the whole answer.
+    /// The response is nothing but these bytes.
     Says(String),
     /// A body of this many bytes.
     Huge(usize),

@@ -14,7 +14,7 @@ use crate::{
     server::{Server, source},
 };
 
-/// `FOPEN_DIRECT_IO`.
+/// The flag `FOPEN_DIRECT_IO`.
 const DIRECT: u32 = 1;
 
 #[test]

@@ -60,7 +60,7 @@ type Seen = std::result::Result<Vec<String>, String>;
 
 /// What the two sides have come to.
 enum Compared {
-    /// They saw so many paths.
+    /// The outcome on both, which saw so many paths.
     Same(usize),
     /// Neither started it, for this reason.
     Refused(String),

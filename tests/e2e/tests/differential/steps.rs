@@ -153,11 +153,11 @@ pub enum Step {
     Metrics { container: usize },
     /// The same container by CRI: create.
     CriCreate { container: usize, program: Program },
-    /// Start.
+    /// The same container by CRI: start.
     CriStart { container: usize },
     /// Stop, with a grace period in seconds.
     CriStop { container: usize, grace: i64 },
-    /// Remove.
+    /// The same container by CRI: remove.
     CriRemove { container: usize },
     /// Run a program to its end.
     CriExec { container: usize, program: Program },

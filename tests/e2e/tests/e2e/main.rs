@@ -144,7 +144,7 @@ fn all_names() -> Vec<String> {
     entries().iter().map(|entry| of("sandboxer", entry)).chain(runc.map(|entry| of("runc", &entry))).collect()
 }
 
-/// `file::case`.
+/// Returns the name of a case: `file::case`.
 fn case_name(entry: &Entry) -> &'static str {
     entry.name.trim_start_matches("e2e::")
 }

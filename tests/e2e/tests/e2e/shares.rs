@@ -346,7 +346,7 @@ async fn hundreds_of_mounts(case: Case) -> Result<()> {
     eventually("30 more", PATIENCE, || async { Ok((read().await? == "330").then_some(())) }).await
 }
 
-/// Their size is 0, or a page.
+/// Files of the kernel, whose size is 0, or a page.
 async fn files_of_the_kernel(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for (source, file) in [("/proc", "sys/kernel/ostype"), ("/sys/kernel", "profiling")] {

@@ -21,9 +21,21 @@ AGENT = target/agent/$(AGENT_TARGET)/$(SANDBOXER_PROFILE)/sandboxer-agent
 STACK ?= target/stack
 INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
-# Of bash, zsh and fish.
-COMPLETIONS := /usr/share/bash-completion/completions/sandboxer-cli /usr/share/zsh/vendor-completions/_sandboxer-cli \
-	/usr/share/fish/vendor_completions.d/sandboxer-cli.fish
+# completions PROGRAM: of bash, zsh and fish.
+completions = $(addprefix $(DESTDIR)/usr/share/,bash-completion/completions/$(1) zsh/vendor-completions/_$(1) fish/vendor_completions.d/$(1).fish)
+# described PROGRAM: installs its man pages and completions.
+define described
+target/release/$(1) man $(DESTDIR)/usr/share/man
+install -d $(dir $(call completions,$(1)))
+target/release/$(1) completion bash >$(word 1,$(call completions,$(1)))
+target/release/$(1) completion zsh >$(word 2,$(call completions,$(1)))
+target/release/$(1) completion fish >$(word 3,$(call completions,$(1)))
+endef
+# removed: removes the directories of man pages and completions that are empty.
+define removed
+@for dir in $(addprefix $(DESTDIR)/usr/share/man/,man1 man8) $(dir $(call completions,x)); do \
+	if [[ -d $$dir ]]; then rmdir --parents --ignore-fail-on-non-empty "$$dir"; fi; done
+endef
 
 DESTDIR ?=
 REVISION ?= 1
@@ -41,7 +53,7 @@ demo: ## show and measure pods, each in its microVM; leaves nothing behind (need
 	@$(MAKE) guest-image
 	@scripts/demo.sh
 
-up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
+up: build-bench guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)
 
 down: ## stop that stack and remove all of it
@@ -72,8 +84,13 @@ guest-image: agent ## build the guest kernel (or SANDBOXER_KERNEL=…) and initr
 	@scripts/guest-image.sh all $(AGENT)
 	@scripts/guest-sbom.sh
 
+BUILD = cargo build --profile $(SANDBOXER_PROFILE) -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
 build: deps ## build all programs of the host into target/release (or SANDBOXER_PROFILE=quick)
-	cargo build --profile $(SANDBOXER_PROFILE) -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
+	$(BUILD)
+
+# With the same crates, so that cargo selects the same features and builds no dependency again.
+build-bench: build ## also build sandboxer-bench, which measures workloads and judges results
+	$(BUILD) -p sandboxer-bench
 
 # What cargo builds for the demo, one after the other.
 programs: build agent
@@ -85,7 +102,7 @@ emulator: deps ## build the QEMU that emulates node VMs (cached)
 	@scripts/node/emulator.sh >/dev/null
 
 # Cases that kill the daemon at its failpoints run on emulated guests; `make build-failing node` brings that daemon, too.
-node: build guest-image tools ## make a node VM with a usable KVM, for scripts/node.sh run and shell
+node: build-bench guest-image tools ## make a node VM with a usable KVM, for scripts/node.sh run and shell
 	@scripts/node.sh build
 
 fmt: ## format the code
@@ -255,20 +272,23 @@ install: ## install the results of `build` and `guest-image`, and the service, o
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
 	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
 	install -D -m 0644 vmm-configs/containerd/sandboxer.toml $(DESTDIR)/usr/share/sandboxer/containerd.toml
-	target/release/sandboxer-cli man $(DESTDIR)/usr/share/man
-	install -d $(addprefix $(DESTDIR),$(dir $(COMPLETIONS)))
-	target/release/sandboxer-cli completion bash >$(DESTDIR)$(word 1,$(COMPLETIONS))
-	target/release/sandboxer-cli completion zsh >$(DESTDIR)$(word 2,$(COMPLETIONS))
-	target/release/sandboxer-cli completion fish >$(DESTDIR)$(word 3,$(COMPLETIONS))
+	$(call described,sandboxer-cli)
 
 uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
-	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(addprefix $(DESTDIR),$(COMPLETIONS))
+	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(call completions,sandboxer-cli)
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
-	@for dir in $(addprefix $(DESTDIR),/usr/share/man/man1 /usr/share/man/man8 $(dir $(COMPLETIONS))); do \
-		if [[ -d $$dir ]]; then rmdir --parents --ignore-fail-on-non-empty "$$dir"; fi; done
+	$(removed)
 
-deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
+install-bench: ## install sandboxer-bench, the result of `build-bench`, on this host (DESTDIR=… for a package)
+	install -D -t $(DESTDIR)/usr/bin target/release/sandboxer-bench
+	$(call described,sandboxer-bench)
+
+uninstall-bench: ## remove the files of `install-bench`
+	rm -f $(DESTDIR)/usr/bin/sandboxer-bench $(DESTDIR)/usr/share/man/man1/sandboxer-bench*.1 $(call completions,sandboxer-bench)
+	$(removed)
+
+deb: build-bench guest-image ## build two Debian packages into target/deb: sandboxer, and sandboxer-bench (REVISION=1)
 	@scripts/deb.sh $(REVISION)
 
 installer-image: build guest-image ## build the image of the chart's installer, as an OCI archive (IMAGE=name:tag)

@@ -13,7 +13,7 @@ set -euo pipefail
 . "$(dirname "$0")/node/parts.sh"
 cd "$ROOT"
 OUT=$ROOT/target/bench-gate
-CLI=$ROOT/target/release/sandboxer-cli
+BENCH=$ROOT/target/release/sandboxer-bench
 HISTORY=$ROOT/docs/results/history.csv
 mode=${1:-compare}
 [[ $mode == compare || $mode == record ]] || die "usage: bench-gate.sh [record]"
@@ -34,13 +34,13 @@ measure() {
     say "$1: measured in $((SECONDS - began)) s"
 }
 
-compare() { "$CLI" gate "$OUT/$1" --history "$HISTORY"; }
+compare() { "$BENCH" gate "$OUT/$1" --history "$HISTORY"; }
 
 rm -rf "$OUT"
 for vmm in qemu ${CLOUD_HYPERVISOR:+cloud-hypervisor} ${FIRECRACKER:+firecracker}; do
     if [[ $mode == record ]]; then
         measure "$vmm" "${BENCH_SERIAL:-20}"
-        "$CLI" gate "$OUT/$vmm" --history "$HISTORY" --record --commit "$commit"
+        "$BENCH" gate "$OUT/$vmm" --history "$HISTORY" --record --commit "$commit"
         continue
     fi
     measure "$vmm" "${BENCH_SERIAL:-6}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes an image of the tools that `sandboxer-cli workload` runs, from Debian packages alone, and prints the archive's path.
+# Makes an image of the tools that `sandboxer-bench workload` runs, from Debian packages alone, and prints the archive's path.
 #   bench-small    sysbench, fio, iperf3, sockperf, ab, cyclictest, hackbench, redis, nginx, mariadb, postmark, bench-helper
 #   bench-build    g++, valgrind, lcov, cppcheck, catch2, bench-helper
 # What comes from Debian is cached by the hash of this file; the first call fetches some 35 MB (bench-build: 120) and takes a

@@ -23,6 +23,7 @@ cd "$ROOT"
 OUT=$(realpath -m "${BENCH_OUT:-$ROOT/target/bench-kvm}")
 RUNS=$OUT/runs
 CLI=$ROOT/target/release/sandboxer-cli
+BENCH=$ROOT/target/release/sandboxer-bench
 failed=()
 
 # in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh. A run that fails is named at the end and is not in the
@@ -94,7 +95,7 @@ result() {
     shift
     (($#)) || return 0
     rm -rf "${OUT:?}/$name"
-    "$CLI" merge "$@" --output "$OUT/$name" >/dev/null
+    "$BENCH" merge "$@" --output "$OUT/$name" >/dev/null
     cp "$OUT/$name/report.json" "$OUT/${name/#startup/report}.json"
 }
 

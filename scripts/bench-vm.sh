@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the disk of the series `vm` of `sandboxer-cli startup` and `workload`, from Debian packages alone, and prints its path: a whole
+# Makes the disk of the series `vm` of `sandboxer-cli startup` and `sandboxer-bench workload`, from Debian packages alone, and prints its path: a whole
 # Debian with systemd as init, and the tools of bench-small. Its directory has:
 #   disk.raw      ext4 without a partition table; the unit bench.service runs the command that a second disk names
 #   vmlinuz       Debian's kernel; QEMU's -kernel passes it to the firmware, so there is no boot loader

@@ -117,6 +117,8 @@ link_binaries() {
         [[ -x $from/$file ]] || die "no $from/$file: run 'make build' first"
         ln -sfn "$(realpath "$from/$file")" "$DIR/bin/$file"
     done
+    # Only measurements need it.
+    [[ ! -x $from/sandboxer-bench ]] || ln -sfn "$(realpath "$from/sandboxer-bench")" "$DIR/bin/sandboxer-bench"
 }
 
 # Pods get an interface on a bridge in a separate network namespace: it is visible neither on the host, nor in its

@@ -12,24 +12,26 @@ log=$ROOT/target/test-deb.log
 blocks=$(sed -n '/^<!-- host: /,/^```$/{/^[<`]/d;p}' docs/first-hour.md)
 [[ $blocks == *"make deb"* ]] || die "docs/first-hour.md does not say how to build the package"
 bash -euxc "$blocks" </dev/null >&2
-first=$(scripts/deb.sh 1)
-sum=$(sha256sum "$first")
-[[ $(scripts/deb.sh 1) == "$first" && $(sha256sum "$first") == "$sum" ]] || die "two builds of $first have different bytes"
-later=$(scripts/deb.sh 2)
+packages=$(scripts/deb.sh 1)
+{ read -r first && read -r bench; } <<<"$packages"
+sum=$(sha256sum "$first" "$bench")
+[[ $(scripts/deb.sh 1) == "$packages" && $(sha256sum "$first" "$bench") == "$sum" ]] ||
+    die "two builds of $first or of $bench have different bytes"
+later=$(scripts/deb.sh 2 | head -n 1)
 command -v lintian >/dev/null || die "no lintian: apt-get install lintian"
 # Its warnings are printed; errors fail.
-lintian --fail-on error --info --allow-root "$first"
+lintian --fail-on error --info --allow-root "$first" "$bench"
 
 test=$(cargo test --quiet --no-run --message-format=json -p sandboxer-e2e --test package |
     sed -n 's|.*"executable":"\([^"]*/deps/package-[0-9a-f]*\)".*|\1|p')
 [[ -n $test ]] || die "cargo named no test program"
 # A node that builds nothing has neither.
 crictl=$(scripts/tools.sh crictl)/crictl
-scripts/node.sh build "$test" "$first" "$later"
+scripts/node.sh build "$test" "$first" "$later" "$bench"
 status=0
 attended scripts/node.sh run --memory 4096 --limit 600 --stall 200 --out "$ROOT/target/test-deb" \
     --program "$crictl" --program "$(command -v make)" \
-    -- scripts/node/package.sh "$test" "$first" "$later" 2>&1 | tee "$log" || status=$?
+    -- scripts/node/package.sh "$test" "$first" "$later" "$bench" 2>&1 | tee "$log" || status=$?
 ((status == 0)) || exit "$status"
 # Outside a node the test is ignored.
 sed 's/\x1b\[[0-9;]*m//g; s/\r$//' "$log" | grep -q '^test result: ok\. 1 passed; 0 failed; 0 ignored' || die "the test did not run; the output is in $log"

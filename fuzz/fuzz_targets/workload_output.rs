@@ -2,9 +2,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use sandboxer_bench::workload::output;
+use sandboxer_probe::log::Printed;
+use sandboxer_probe::workload::definition::Format;
 use sandboxer_probe::workload::facts::{self, Facts};
-use sandboxer_probe::workload::log::Printed;
-use sandboxer_probe::workload::output::Format;
 use sandboxer_probe::workload::report;
 
 fuzz_target!(|bytes: &[u8]| {
@@ -15,7 +16,7 @@ fuzz_target!(|bytes: &[u8]| {
     assert!(said.chars().count() <= 300 && !said.chars().any(char::is_control), "{said:?}");
     let format = Format::ALL[usize::from(*choice) % Format::ALL.len()];
     for output in [&*text, &printed.stdout] {
-        if let Ok(figures) = format.parse(output) {
+        if let Ok(figures) = output::parse(format, output) {
             assert!(figures.values().all(|figure| figure.is_finite() && *figure >= 0.0), "{figures:?}");
         }
     }

@@ -88,7 +88,7 @@ commands)
     shift
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
     mkdir -p "$NODE_OUT/$name"
-    COLUMNS=180 sandboxer-cli streams "${runtimes[@]}" "${more[@]}" --execs "$count" --logs 0 --output "$NODE_OUT/$name/report.json"
+    COLUMNS=180 sandboxer-bench streams "${runtimes[@]}" "${more[@]}" --execs "$count" --logs 0 --output "$NODE_OUT/$name/report.json"
     ;;
 *) die "no such measurement '$verb'" ;;
 esac

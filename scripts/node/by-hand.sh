@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Beside a stack whose environment is sourced: compares the row `cpu` of `sandboxer-cli workload` on runc with the same command run by
+# Beside a stack whose environment is sourced: compares the row `cpu` of `sandboxer-bench workload` on runc with the same command run by
 # hand, by ctr, in a container of the same image, quota and memory. They alternate. Fails if their medians differ by more than 2 %.
 # usage: by-hand.sh ROUNDS FILE       FILE gets the figures, one row each: round, by, events per second
 set -euo pipefail
@@ -29,7 +29,7 @@ median() { printf '%s\n' "$@" | sort -n | sed -n "$((($# + 1) / 2))p"; }
 ours=() others=()
 printf 'round,by,events_per_s\n' >"$rows"
 for ((round = 0; round < rounds; round++)); do
-    sandboxer-cli workload --probe cpu --runtime runc --repeat 1 --warm-up 0 --output "$work/$round" >/dev/null
+    sandboxer-bench workload --probe cpu --runtime runc --repeat 1 --warm-up 0 --output "$work/$round" >/dev/null
     mapfile -t figures < <(sed -n 's/.*"events_per_s":\([0-9.]*\).*/\1/p' "$work/$round/runs.jsonl")
     # The first one's: `cpu one-thread`.
     IFS=, read -ra command < <(sed -n '1s/.*"tool":\[\([^]]*\)\].*/\1/p' "$work/$round/runs.jsonl" | tr -d '"')

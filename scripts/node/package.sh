@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # In a node VM: makes it a Debian host with dpkg's database, containerd and a pod network, and runs the package's test under systemd.
-# usage: package.sh TEST PACKAGE LATER
+# usage: package.sh TEST PACKAGE LATER BENCH
 set -euo pipefail
-[[ $# == 3 && -d /node/ctl ]] || { echo "usage, in a node VM: package.sh TEST PACKAGE LATER" >&2; exit 2; }
+[[ $# == 4 && -d /node/ctl ]] || { echo "usage, in a node VM: package.sh TEST PACKAGE LATER BENCH" >&2; exit 2; }
 
 # The node has a tmpfs over /var/lib; apt and dpkg need what the root has there.
 mkdir /tmp/root
@@ -36,4 +36,4 @@ cat >/etc/cni/net.d/10-bridge.conflist <<'NETWORK'
 NETWORK
 # Programs of the clone must not stand in for those of the package.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
-SANDBOXER_E2E_PACKAGES=$2:$3 scripts/node/systemd.sh "$1" --nocapture
+SANDBOXER_E2E_PACKAGES=$2:$3:$4 scripts/node/systemd.sh "$1" --nocapture

@@ -25,5 +25,5 @@ in_parts() {
         say "$name: only ${#at[@]} of $parts parts were measured; exit code $status; the output is $dir/$name.log"
         return 1
     fi
-    "$ROOT/target/release/sandboxer-cli" merge --parts "${at[@]}" --output "$dir/$name" >/dev/null
+    "$ROOT/target/release/sandboxer-bench" merge --parts "${at[@]}" --output "$dir/$name" >/dev/null
 }

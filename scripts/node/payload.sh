@@ -11,7 +11,7 @@ set -euo pipefail
 OUT=$ROOT/target/node
 # Space for the tree and the image, with test programs, while both exist.
 NEEDED_MIB=1536
-PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1)
+PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-bench sandboxer-share containerd-shim-sandboxer-v1)
 # The daemon with failpoints, if it was built after the other one.
 FAILING=target/release/sandboxer-failing
 

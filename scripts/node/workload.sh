@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # In a node VM whose payload was made with NODE_BENCH=1: measures workloads on a stack of its own, gVisor included, and writes the
 # result to $NODE_OUT/NAME.
-# usage: workload.sh NAME ARGUMENT…   the arguments are those of `sandboxer-cli workload`
+# usage: workload.sh NAME ARGUMENT…   the arguments are those of `sandboxer-bench workload`
 # STACK_VMM and POOL are the stack's. WORKLOAD_DAEMON=no leaves sandboxer out, for other runtimes alone, STACK_GVISOR=0 gVisor.
 # WORKLOAD_VM=yes names the disk of the series `vm` (payload: NODE_VM=1). WORKLOAD_BY_HAND=N compares the row `cpu` with sysbench by
 # hand first, N times: see by-hand.sh. A file $NODE_OUT/NAME.stop ends the measurement as Ctrl-C does: its result is partial.
@@ -50,7 +50,7 @@ quiet() {
 measure() {
     local output=$1
     shift
-    COLUMNS=200 nsenter --net="$at/stack/cni/netns" sandboxer-cli workload --native-address 192.0.2.1 "${vm[@]}" \
+    COLUMNS=200 nsenter --net="$at/stack/cni/netns" sandboxer-bench workload --native-address 192.0.2.1 "${vm[@]}" \
         --native-root "$at/native-bench-small" --native-build-root "$at/native-bench-build" --volumes "$at/volumes" --output "$output" "$@"
 }
 

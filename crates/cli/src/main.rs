@@ -4,11 +4,11 @@ mod client;
 mod commands;
 mod render;
 
-use std::{io, path::PathBuf, process::ExitCode};
+use std::process::ExitCode;
 
-use clap::{Args, CommandFactory, Parser, error::ErrorKind};
-
+use clap::Parser;
 use commands::Command;
+use sandboxer_command::{Global, Program};
 
 const AFTER_HELP: &str = "\
 Examples:
@@ -30,48 +30,24 @@ struct Cli {
     command: Command,
 }
 
-/// Options of all commands.
-#[derive(Debug, Args)]
-pub struct Global {
-    /// The daemon's admin socket
-    #[arg(
-        long,
-        global = true,
-        env = "SANDBOXER_SOCKET",
-        default_value = "/run/sandboxer/admin.sock",
-        value_name = "PATH"
-    )]
-    pub socket: PathBuf,
-    /// Print JSON instead of text
-    #[arg(long, global = true)]
-    pub json: bool,
+impl Program for Cli {
+    fn global(&self) -> &Global {
+        &self.global
+    }
+
+    fn has_json(&self) -> bool {
+        self.command.has_json()
+    }
+
+    fn exit_code_of_errors(&self) -> ExitCode {
+        self.command.exit_code_of_errors()
+    }
+
+    async fn run(self) -> anyhow::Result<ExitCode> {
+        self.command.run(&self.global).await
+    }
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    if cli.global.json && !cli.command.has_json() {
-        let usage = Cli::command().error(ErrorKind::ArgumentConflict, "this command has no JSON output");
-        let _ = usage.print();
-        return ExitCode::from(2);
-    }
-    let failed = cli.command.exit_code_of_errors();
-    match run(cli) {
-        Ok(code) => code,
-        // The reader closed the pipe (`… | head`).
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("sandboxer-cli: {}", render::plain(&format!("{error:#}")));
-            failed
-        }
-    }
-}
-
-fn run(cli: Cli) -> anyhow::Result<ExitCode> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(cli.command.run(&cli.global))
-}
-
-/// Returns whether stdout is a closed pipe. A broken connection to the daemon is the source of another error.
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+    sandboxer_command::main::<Cli>()
 }

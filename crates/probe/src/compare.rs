@@ -13,12 +13,12 @@ use crate::sample::Mode;
 use crate::store::Loaded;
 
 /// Facts of the pod that must be equal in comparable results.
-pub(crate) const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
+pub const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
 /// Facts of the host whose differences are shown.
-pub(crate) const SAME_HOST: [&str; 8] =
+pub const SAME_HOST: [&str; 8] =
     ["cpu", "cpus", "smt", "numa_nodes", "memory_kib", "kernel", "governor", "virtual_machine"];
-pub(crate) const SAME_VMM: [&str; 5] =
-    ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
+/// Facts of the VMM whose differences are shown.
+pub const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
 
 /// Comparison of two results.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -213,7 +213,7 @@ fn differences(a: &Loaded, b: &Loaded) -> Vec<Difference> {
 }
 
 /// Returns the facts of `group` that differ.
-pub(crate) fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
+pub fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
     let absent = Value::String("not stated".into());
     names
         .iter()

@@ -137,7 +137,7 @@ pub async fn take_own(processes: Vec<(i32, Role)>) -> Result<Ledger, LedgerError
 }
 
 /// Returns `pid` from a runtime's JSON information on a pod.
-pub(crate) fn told_pid(info: &str) -> Option<i32> {
+pub fn told_pid(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
     i32::try_from(info.get("pid")?.as_i64()?).ok().filter(|&pid| pid > 1)
 }

@@ -8,14 +8,12 @@
 //! | [`summary`], [`ratio`], [`rate`] | percentiles and distributions; confidence of differences; sustained rates |
 //! | [`trace`], [`exits`] | stages from the daemon, exits from KVM |
 //! | [`clock`], [`sides`] | the clock of times; properties of the compared sides |
-//! | [`streams`] | commands in containers, and logs of containers |
 //! | [`overhead`] | cost of the probe itself |
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`], [`idle`] | memory by role and pod count; CPU time of idle pods |
-//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: format, files, presentation |
-//! | [`workload`] | benchmark tools in a container of any runtime |
+//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`results`] | a result: format, files, presentation |
+//! | [`workload`] | the result of benchmark tools in a container of any runtime |
+//! | [`log`], [`group`] | a container's output; the control group of a process of the host |
 //! | [`vm`], [`native`] | a conventional VM and a process of the host, for comparison |
-//! | [`score`] | verdicts on results, by rules that are data |
-//! | [`gate`] | comparison with recorded results of earlier versions |
 
 pub mod anchors;
 pub mod attribution;
@@ -26,16 +24,16 @@ pub mod compare;
 pub mod exits;
 pub mod figures;
 pub mod first_byte;
-pub mod gate;
+pub mod group;
 pub mod html;
 pub mod idle;
 pub mod kubernetes;
 pub mod ledger;
+pub mod log;
 pub mod manifest;
 pub mod markdown;
 pub mod measure;
 pub mod memory;
-pub mod merge;
 pub mod native;
 pub mod options;
 pub mod overhead;
@@ -45,14 +43,13 @@ pub mod pss;
 pub mod rate;
 pub mod ratio;
 pub mod report;
+pub mod results;
 pub mod runtime;
 pub mod runtime_class;
 pub mod sample;
-pub mod score;
 pub mod sides;
 pub mod startup;
 pub mod store;
-pub mod streams;
 pub mod summarise;
 pub mod summary;
 pub mod timeline;
@@ -60,3 +57,6 @@ pub mod trace;
 pub mod vm;
 pub mod warnings;
 pub mod workload;
+
+#[cfg(test)]
+extern crate self as sandboxer_probe;

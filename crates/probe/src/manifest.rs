@@ -101,7 +101,7 @@ impl Manifest {
             facts.get(name).and_then(Value::as_str).is_some_and(of)
         };
         let ours = |facts: &Facts| is(facts, "type", &|name| name.contains("sandboxer"));
-        let handler = workload::plan::handler(handler);
+        let handler = workload::run::handler(handler);
         if handler == VM {
             let emulated = |facts| is(facts, "accelerator", &|name| name == "tcg");
             return self.runtimes.get(VM).is_some_and(emulated);
@@ -177,7 +177,7 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
 }
 
 /// Returns the file system and block device of a path.
-pub(crate) fn storage(path: &Path) -> Value {
+pub fn storage(path: &Path) -> Value {
     let mounts = text("/proc/self/mounts").unwrap_or_default();
     let mount = mounts
         .lines()

@@ -1,52 +1,29 @@
-//! A disk that fills while starts are measured: this program starts itself again where a small tmpfs is mounted.
+//! A disk that fills while starts are measured.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
 #[allow(dead_code, reason = "other tests use all of it")]
 mod double;
+#[path = "double/small_disk.rs"]
+mod small_disk;
 
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
-use double::{Behaviour, Double, Ended, IMAGE};
+use double::{Behaviour, Double, IMAGE};
 use sandboxer_probe::{
     measure::{self, Bench},
     options::Network,
     sample::Sample,
     startup::Plan,
     store::{self, Store},
-    workload::{self, output::Format},
 };
+use small_disk::{DISK, on_small_disk};
 use tokio_util::sync::CancellationToken;
-
-const DISK: &str = "FULL_DISK_TEST_DIR";
-/// Two pages: room for some fifty rows, and for no report beside them.
-const SIZE: &str = "8k";
 
 #[test]
 fn a_disk_that_fills_ends_the_run_and_keeps_its_rows() {
     on_small_disk("child");
-}
-
-#[test]
-fn a_disk_that_fills_ends_workloads_and_keeps_their_rows() {
-    on_small_disk("workload_child");
-}
-
-/// In user and mount namespaces of its own, so that it needs no root and the tmpfs ends with it.
-fn on_small_disk(child: &str) {
-    let dir = tempfile::tempdir().unwrap();
-    let mount = format!("mount -t tmpfs -o size={SIZE} tmpfs \"${DISK}\" && exec \"$@\"");
-    let output = Command::new("unshare")
-        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &mount, "sh"])
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", child, "--nocapture"])
-        .env(DISK, dir.path())
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{output:?}");
-    assert!(String::from_utf8(output.stdout).unwrap().contains("rows kept: "));
 }
 
 /// The child's part, called by name; without the variable it has nothing to do.
@@ -92,55 +69,4 @@ async fn child() {
             .any(|file| file.unwrap().path().extension() == Some("part".as_ref()))
     );
     println!("rows kept: {}", kept.len());
-}
-
-/// Prints facts, and what sysbench prints.
-fn works(command: &[String]) -> Ended {
-    let facts = "{\"bench_facts\":{\"cpus\":1,\"quota_cpus\":null,\"memory_limit\":536870912,\"memory_total\":536870912,\
-                 \"kernel\":null}}\n"
-        .to_owned();
-    match command.iter().any(|word| word == "facts") {
-        true => Some((0, facts, String::new())),
-        false => Some((0, Format::SysbenchCpu.example().to_owned(), facts)),
-    }
-}
-
-/// The other child's part.
-#[tokio::test]
-async fn workload_child() {
-    let Some(dir) = std::env::var_os(DISK) else { return };
-    let dir = Path::new(&dir);
-    let double = Double::serve([("a", Behaviour { tool: Some(works), ..Behaviour::default() })]);
-    let bench = Bench::open(&double.endpoint(), None).unwrap();
-    let mut store = workload::store::Store::create(dir).unwrap();
-    let mut probe = workload::definition::all().into_iter().find(|probe| probe.name == "cpu").unwrap();
-    probe.quick.takes = 0.001;
-    probe.cases.truncate(1);
-    let plan = workload::plan::Plan {
-        runtimes: vec!["a".into()],
-        native: None,
-        vm: None,
-        client_runtime: "a".into(),
-        probes: vec![probe],
-        profile: workload::definition::Profile::Quick,
-        repeat: 100,
-        warm_up: 0,
-        cpus: 1,
-        memory: 512 << 20,
-        volumes: std::env::temp_dir(),
-        recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
-        trusted: Vec::new(),
-        build_image: "none".into(),
-        meter: workload::power::Meter::None("a double has none".into()),
-    };
-    let never = CancellationToken::new();
-    let (report, runs) =
-        workload::measure::measure(&bench, &plan, Some(&mut store), &never, &mut |_| ()).await.unwrap();
-    let why = report.partial_reason.unwrap();
-    assert!(why.contains("No space left") && why.contains("cannot write the whole result"), "{why}");
-    // The figures are still there to be printed, and no pod is left.
-    assert!((1..100).contains(&runs.len()), "{} runs", runs.len());
-    assert!(report.series.iter().all(|of| of.n == runs.len() && of.failures == 0));
-    assert!(double.truth(|truth| truth.pods.is_empty()));
-    println!("rows kept: {}", runs.len());
 }

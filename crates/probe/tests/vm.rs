@@ -1,16 +1,18 @@
-//! The series `vm`, with a VMM double: a script that sends frames as the guest's helper does.
+//! The series `vm`, with a double of a VMM.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
 #[allow(dead_code, reason = "other tests use all of it")]
 mod double;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "double/vmm.rs"]
+mod vmm;
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use double::{Behaviour, Double, Ended, IMAGE, Tool};
+use double::{Behaviour, Double, IMAGE};
 use sandboxer_probe::attribution::Role;
 use sandboxer_probe::idle::Windows;
 use sandboxer_probe::measure::{self, Bench, MeasureError};
@@ -21,80 +23,8 @@ use sandboxer_probe::sample::Sample;
 use sandboxer_probe::startup::{self, PlanError};
 use sandboxer_probe::vm::process::Task;
 use sandboxer_probe::vm::{Accelerator, VM, Vm, VmError};
-use sandboxer_probe::workload::definition::{self, Profile};
-use sandboxer_probe::workload::measure::WorkloadError;
-use sandboxer_probe::workload::output::Format;
-use sandboxer_probe::workload::plan::Plan;
-use sandboxer_probe::workload::power::Meter;
-use sandboxer_probe::workload::report::Report;
-use sandboxer_probe::workload::run::Run;
 use tokio_util::sync::CancellationToken;
-
-const LIMIT: Duration = Duration::from_secs(20);
-const FACTS: &str = "{\"bench_facts\":{\"cpus\":1,\"quota_cpus\":null,\"memory_limit\":null,\"memory_total\":500000000,\
-                     \"kernel\":\"6.1\"}}\n";
-
-/// Shell functions that send frames: `frame KIND FILE`, and `code LAST_BYTE`.
-const FRAMES: &str = r#"
-length() { printf '\\%03o' $(($1 >> 24 & 255)) $(($1 >> 16 & 255)) $(($1 >> 8 & 255)) $(($1 & 255)); }
-frame() { printf "%s$(length $(wc -c <"$2"))" "$1" >&0; cat "$2" >&0; }
-begun() { printf 'b\000\000\000\000' >&0; }
-code() { printf "x\000\000\000\004\000\000\000\\$1" >&0; }
-"#;
-
-/// An image and a VMM whose behaviour is `script`, with control groups that are directories. The script has its directory in `$at`.
-struct Made {
-    dir: tempfile::TempDir,
-    vm: Vm,
-}
-
-fn vmm(script: &str) -> Made {
-    let dir = tempfile::tempdir().unwrap();
-    for name in ["disk.raw", "vmlinuz", "initrd"] {
-        std::fs::write(dir.path().join(name), "").unwrap();
-    }
-    std::fs::write(dir.path().join("facts"), FACTS).unwrap();
-    std::fs::write(dir.path().join("example"), Format::SysbenchCpu.example()).unwrap();
-    let groups = dir.path().join("groups");
-    std::fs::create_dir(&groups).unwrap();
-    std::fs::write(groups.join("cgroup.controllers"), "cpu memory").unwrap();
-    let program = dir.path().join("qemu");
-    let text = format!(
-        "#!/bin/sh\nat={}\necho $$ >$at/pid\nprintf '%s\\n' \"$*\" >>$at/lines\n{FRAMES}{script}",
-        dir.path().display()
-    );
-    std::fs::write(&program, text).unwrap();
-    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let accelerator = Accelerator { kvm: false, reason: "a double".into() };
-    let vm =
-        Vm { program, groups, ..Vm::of(&dir.path().join("disk.raw"), accelerator, Some("127.0.0.1".into())) };
-    Made { dir, vm }
-}
-
-/// Prints facts, and the output of sysbench if the command is it.
-const WORKS: &str = "begun
-disk=$(printf '%s\\n' \"$*\" | sed 's/.*file=\\([^ ]*command\\).*/\\1/')
-case $(head -n 1 $disk) in
-*facts*) frame o $at/facts ;;
-*) frame e $at/facts; frame o $at/example ;;
-esac
-code 000
-exec sleep 60
-";
-
-impl Made {
-    fn pid(&self) -> i32 {
-        std::fs::read_to_string(self.dir.path().join("pid")).unwrap().trim().parse().unwrap()
-    }
-
-    fn lines(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("lines")).unwrap()
-    }
-}
-
-fn alive(pid: i32) -> bool {
-    Path::new(&format!("/proc/{pid}")).exists()
-}
+use vmm::{EXAMPLE, FACTS, LIMIT, alive, vmm};
 
 fn task() -> Task {
     Task {
@@ -120,7 +50,7 @@ async fn output_and_exit_code_come_over_the_port_and_the_vmm_is_limited() {
     }
     assert_eq!(running.ended().unwrap(), Some(3));
     assert_eq!(running.printed().stderr, FACTS);
-    assert_eq!(running.printed().stdout, Format::SysbenchCpu.example());
+    assert_eq!(running.printed().stdout, EXAMPLE);
     assert!(running.ran_s().is_some());
     let group = made.dir.path().join("groups/task");
     let text = |file: &str| std::fs::read_to_string(group.join(file)).unwrap();
@@ -325,116 +255,7 @@ async fn a_missing_image_is_refused_before_anything_starts() {
     assert!(matches!(refused, MeasureError::Plan(PlanError::Vm(VmError::NoImage))), "{refused}");
     let made = vmm("");
     std::fs::remove_file(made.dir.path().join("vmlinuz")).unwrap();
-    let plan = startup_plan(&[VM], Some(made.vm.clone()), 1);
+    let plan = startup_plan(&[VM], Some(made.vm), 1);
     let refused = bench.startup(&plan, None, &never, &mut |_| ()).await.unwrap_err().to_string();
     assert!(refused.contains("vmlinuz is not a file"), "{refused}");
-    let refused = run(&double, &workload("cpu", &[VM], Some(made.vm), 1)).await.unwrap_err();
-    assert!(matches!(refused, WorkloadError::Plan(PlanError::Vm(VmError::Missing { .. }))), "{refused}");
-}
-
-fn container(command: &[String]) -> Ended {
-    let facts = FACTS.to_owned();
-    Some(match command.iter().any(|word| word == "facts") {
-        true => (0, facts, String::new()),
-        false => (0, Format::SysbenchCpu.example().to_owned(), facts),
-    })
-}
-
-fn tool(tool: Tool) -> Behaviour {
-    Behaviour { tool: Some(tool), ..Behaviour::default() }
-}
-
-/// Returns the first variant of a probe, which takes no time here.
-fn workload(probe: &str, runtimes: &[&str], vm: Option<Vm>, repeat: u32) -> Plan {
-    let mut probe = definition::all().into_iter().find(|known| known.name == probe).unwrap();
-    probe.quick.takes = 0.001;
-    probe.cases.truncate(1);
-    Plan {
-        runtimes: runtimes.iter().map(|&name| name.to_owned()).collect(),
-        native: None,
-        vm,
-        client_runtime: "client".into(),
-        probes: vec![probe],
-        profile: Profile::Quick,
-        repeat,
-        warm_up: 0,
-        cpus: 1,
-        memory: 512 << 20,
-        volumes: std::env::temp_dir(),
-        recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(3)),
-        trusted: Vec::new(),
-        build_image: "double/build:1".into(),
-        meter: Meter::None("a double has none".into()),
-    }
-}
-
-async fn run(double: &Double, plan: &Plan) -> Result<(Report, Vec<Run>), WorkloadError> {
-    let bench = Bench::open(&double.endpoint(), None).unwrap();
-    sandboxer_probe::workload::measure::measure(&bench, plan, None, &CancellationToken::new(), &mut |_| ())
-        .await
-}
-
-#[tokio::test]
-async fn a_workload_in_vms_has_the_figures_of_its_output() {
-    let made = vmm(WORKS);
-    let double = Double::serve([("runc", tool(container))]);
-    let plan = workload("cpu", &["runc", VM], Some(made.vm.clone()), 4);
-    let (report, runs) = run(&double, &plan).await.unwrap();
-    // The runtime was asked for the other series alone: one look inside, and the rounds.
-    assert_eq!(double.truth(|truth| truth.runs.clone()), ["runc"; 5]);
-    let of_vm: Vec<&Run> = runs.iter().filter(|run| run.runtime == VM).collect();
-    assert_eq!(of_vm.len(), 4);
-    assert!(
-        of_vm.iter().all(|run| run.figures["events_per_s"] == 841.02 && run.facts.is_some()),
-        "{of_vm:?}"
-    );
-    assert!(
-        made.lines().lines().all(|line| line.contains("-machine q35") && line.contains("-smp 1 -m 512M"))
-    );
-    assert_eq!(report.reference, "runc");
-    assert!(report.manifest.is_emulated(VM));
-    assert!(!alive(made.pid()));
-}
-
-#[tokio::test]
-async fn what_the_series_has_not_is_a_named_failure() {
-    let made = vmm(WORKS);
-    let double = Double::serve([("runc", tool(container))]);
-    for (probe, case, at, why) in [
-        ("pipeline", None, "image", "bench-build is not available in series vm"),
-        ("fileio", Some("share"), "volume", "a share is not available in series vm"),
-    ] {
-        let mut plan = workload(probe, &[VM], Some(made.vm.clone()), 1);
-        if let Some(case) = case {
-            let all = definition::all().into_iter().find(|known| known.name == probe).unwrap();
-            plan.probes[0].cases =
-                all.cases.into_iter().filter(|of| of.name.contains(case)).take(1).collect();
-        }
-        plan.memory = 4 << 30;
-        let (report, runs) = run(&double, &plan).await.unwrap();
-        assert!(runs.iter().all(|run| run.failed_at == at && run.error.contains(why)), "{runs:?}");
-        assert!(!report.not_measured.is_empty());
-    }
-}
-
-#[tokio::test]
-async fn an_interrupted_measurement_leaves_no_vmm() {
-    let made =
-        vmm("begun\ncase $(wc -l <$at/lines) in 1) frame o $at/facts; code 000 ;; esac\nexec sleep 60\n");
-    let double = Double::serve([("runc", tool(container))]);
-    let bench = Bench::open(&double.endpoint(), None).unwrap();
-    let plan = workload("cpu", &[VM], Some(made.vm.clone()), 1);
-    let cancel = CancellationToken::new();
-    let ends = async {
-        // The second VM runs the tool, which never ends.
-        while made.dir.path().join("lines").metadata().is_err() || made.lines().lines().count() < 2 {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        cancel.cancel();
-    };
-    let mut progress = |_: &Run| ();
-    let measured = sandboxer_probe::workload::measure::measure(&bench, &plan, None, &cancel, &mut progress);
-    let ((report, _), ()) = tokio::join!(async { measured.await.unwrap() }, ends);
-    assert_eq!(report.partial_reason.as_deref(), Some("interrupted"));
-    assert!(!alive(made.pid()));
 }

@@ -10,7 +10,7 @@ use std::{
 };
 
 /// Each crate of the workspace with those it may use, lowest first. Tests and benches may use all.
-const MAY_USE: [(&str, &[&str]); 19] = [
+const MAY_USE: [(&str, &[&str]); 21] = [
     ("sandboxer-base", &[]),
     ("sandboxer-bench-helper", &[]),
     ("sandboxer-bpf", &[]),
@@ -31,7 +31,9 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     ),
     ("sandboxer-agent", &["base", "bpf", "netlink", "protocol"]),
     ("sandboxer-probe", &["base", "protocol"]),
-    ("sandboxer-cli", &["base", "config", "doctor", "probe", "process", "protocol"]),
+    ("sandboxer-command", &["base", "doctor", "probe"]),
+    ("sandboxer-bench", &["base", "command", "probe", "protocol"]),
+    ("sandboxer-cli", &["base", "command", "config", "doctor", "probe", "process", "protocol"]),
     ("containerd-shim-sandboxer-v1", &[]),
 ];
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use sandboxer_command::{interrupt, progress};
 use sandboxer_probe::kubernetes::client::Client;
 use sandboxer_probe::kubernetes::kubeconfig::Access;
 use sandboxer_probe::kubernetes::report::{Class, Report};
@@ -10,8 +11,7 @@ use sandboxer_probe::kubernetes::startup::{Plan, Row, measure};
 use sandboxer_probe::timeline::Recipe;
 use sandboxer_probe::workload::summary::shown;
 
-use super::startup::bar;
-use super::{interrupt, tables};
+use super::tables;
 use crate::{Global, render};
 
 /// Number of pods of each RuntimeClass without --serial: enough for a mean of timestamps of whole seconds.
@@ -74,7 +74,7 @@ pub async fn run(
         timeout: pods.recipe.timeout,
     };
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
-    let bar = bar(u64::from(plan.count + plan.warm_up) * plan.classes.len() as u64);
+    let bar = progress::steps(u64::from(plan.count + plan.warm_up) * plan.classes.len() as u64);
     let mut progress = |row: &Row| {
         bar.set_message(row.class.clone());
         bar.inc(1);

@@ -1,9 +1,9 @@
 //! `completion`: completion scripts for shells.
 
 use clap::CommandFactory;
-use clap_complete::Shell;
+use sandboxer_command::completion;
 
-use crate::{Cli, render};
+use crate::Cli;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -22,8 +22,5 @@ pub struct Args {
 
 /// Prints the script.
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let shell: Shell = args.shell.parse().map_err(anyhow::Error::msg)?;
-    let mut script = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "sandboxer-cli", &mut script);
-    Ok(render::print(String::from_utf8(script)?.trim_end())?)
+    completion::print(Cli::command(), &args.shell)
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use sandboxer_command::target::Target;
+use sandboxer_command::{interrupt, progress, vm};
 use sandboxer_probe::{
     idle::Windows,
     ledger,
@@ -15,8 +17,7 @@ use sandboxer_probe::{
     vm::VM,
 };
 
-use super::target::Target;
-use super::{interrupt, startup, tables, vm};
+use super::tables;
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -89,7 +90,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
-    let bar = startup::bar(u64::from(sweep.repeat) * (sweep.counts.len() * sweep.runtimes.len()) as u64);
+    let bar = progress::steps(u64::from(sweep.repeat) * (sweep.counts.len() * sweep.runtimes.len()) as u64);
     bar.tick();
     let mut progress = |point: &sandboxer_probe::memory::Point| {
         bar.set_message(format!("{} with {} pods: measured", point.runtime, point.ledger.pods));

@@ -7,30 +7,21 @@ mod completion;
 mod config;
 mod demo;
 mod events;
-mod gate;
 mod idle;
 mod inspect;
-mod interrupt;
 mod logs;
 mod man;
 mod mem_report;
-mod merge;
 mod place;
 mod pods;
 mod quarantine;
 mod reload;
 mod report;
-mod score;
 mod stages;
 mod startup;
-mod streams;
-mod summarise;
 mod tables;
-mod target;
 mod template;
 mod version;
-mod vm;
-mod workload;
 
 use std::process::ExitCode;
 
@@ -55,15 +46,9 @@ pub enum Command {
     Reload(reload::Args),
     Idle(idle::Args),
     Startup(startup::Args),
-    Streams(streams::Args),
-    Workload(workload::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
     Compare(compare::Args),
-    Score(score::Args),
-    Merge(merge::Args),
-    Gate(gate::Args),
-    Summarise(summarise::Args),
     Config(config::Args),
     Completion(completion::Args),
     Man(man::Args),
@@ -87,15 +72,9 @@ impl Command {
             Command::Reload(args) => reload::run(args, global).await,
             Command::Idle(args) => idle::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
-            Command::Streams(args) => streams::run(args, global).await,
-            Command::Workload(args) => workload::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),
             Command::Compare(args) => compare::run(args, global),
-            Command::Score(args) => score::run(args, global),
-            Command::Merge(args) => merge::run(args, global),
-            Command::Gate(args) => gate::run(args, global),
-            Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),
             Command::Man(args) => man::run(&args),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use sandboxer_probe::{figures::Palette, html, markdown, score::figures::Results, store};
+use sandboxer_probe::{figures::Palette, html, markdown, results::Results, store};
 
 use crate::{Global, render};
 

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use indicatif::{ProgressBar, ProgressStyle};
+use sandboxer_command::target::Target;
+use sandboxer_command::{interrupt, progress, vm};
 use sandboxer_probe::{
     report,
     startup::{FULL_SERIAL, Plan},
@@ -12,8 +13,7 @@ use sandboxer_probe::{
 };
 
 use super::cluster::{self, Cluster};
-use super::target::Target;
-use super::{interrupt, tables, vm};
+use super::tables;
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -99,7 +99,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
-    let bar = bar(plan.pods());
+    let bar = progress::steps(plan.pods());
     let mut progress = |sample: &sandboxer_probe::sample::Sample| {
         bar.set_message(format!("{} {}", sample.runtime, sample.mode));
         bar.inc(1);
@@ -120,10 +120,4 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         None if failures > 0 => bail!("{failures} starts failed: see the notes"),
         None => Ok(()),
     }
-}
-
-/// Returns a progress bar on stderr, shown only on a terminal.
-pub fn bar(steps: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
-    ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }

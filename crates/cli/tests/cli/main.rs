@@ -5,7 +5,8 @@
 mod admin_double;
 mod check;
 mod idle;
-mod kata_files;
+#[path = "../../../probe/tests/double/made_up.rs"]
+mod made_up;
 mod quarantine;
 mod results;
 

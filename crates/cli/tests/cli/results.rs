@@ -2,27 +2,12 @@
 
 use std::{fs, path::Path};
 
-use sandboxer_probe::{
-    clock::Clock,
-    manifest::Manifest,
-    measure::recipe,
-    options::Network,
-    report::Report,
-    sample::{Mode, Sample},
-    store::Store,
-    workload::{
-        definition::{self, Profile},
-        plan::Plan,
-        power::Meter,
-        report::Report as WorkloadReport,
-        run::Run,
-        store::Store as WorkloadStore,
-    },
-};
-use sandboxer_protocol::stage::Stage;
-use serde_json::{Value, json};
+use sandboxer_probe::workload::definition::Profile;
+use sandboxer_probe::workload::store::Store as WorkloadStore;
+use serde_json::json;
 
 use crate::admin_double::{Outcome, cli_at};
+use crate::made_up::{self, virtual_run};
 
 fn cli(line: &str) -> Outcome {
     cli_at(Path::new("/nowhere/admin.sock"), line)
@@ -34,26 +19,6 @@ fn times() -> tempfile::TempDir {
     fs::write(dir.path().join("a.txt"), "# ms\n100\n104\n102\nfailed\n110\n").unwrap();
     fs::write(dir.path().join("b.txt"), "200\n204\n202\n210\n").unwrap();
     dir
-}
-
-#[test]
-fn summarise_is_the_same_in_words_and_in_json() {
-    let dir = times();
-    let a = dir.path().join("a.txt");
-    let text = cli(&format!("summarise {}", a.display())).ok();
-    assert!(text.contains("n 5  failures 1") && text.contains("p50         102 ms"), "{text}");
-    let told: Value = serde_json::from_str(&cli(&format!("summarise --json {}", a.display())).ok()).unwrap();
-    let sd = told["sd_ms"].as_f64().unwrap();
-    assert!((sd - (56.0f64 / 3.0).sqrt()).abs() < 1e-9, "{sd}");
-    let expected = json!({
-        "n": 5, "failures": 1, "min_ms": 100.0, "p50_ms": 102.0, "p90_ms": 110.0, "p95_ms": 110.0,
-        "p99_ms": 110.0, "max_ms": 110.0, "mean_ms": 104.0, "sd_ms": sd
-    });
-    assert_eq!(told, expected);
-    let bad = dir.path().join("bad.txt");
-    fs::write(&bad, "100\nsoon\n").unwrap();
-    let why = cli(&format!("summarise {}", bad.display())).failed(1);
-    assert!(why.contains("bad.txt") && why.contains("line 2"), "{why}");
 }
 
 #[test]
@@ -133,185 +98,31 @@ fn what_cannot_be_compared_is_refused_or_labelled() {
     assert!(why.contains("schema 2") && why.contains("newer probe"), "{why}");
 }
 
-/// Writes a run in virtual time: five starts of a handler, with this time for container_create, and five of runc.
-fn virtual_run(dir: &Path, handler: &str, create_ms: f64) {
-    let start = |runtime: &str, ms: f64, stages: &[(Stage, f64)], round: u32| Sample {
-        runtime: runtime.into(),
-        mode: Mode::Serial,
-        round,
-        index: 0,
-        warm_up: false,
-        released_ms: 0.0,
-        pod_ms: None,
-        created_ms: None,
-        started_ms: None,
-        first_byte_ms: Some(ms),
-        outcome: sandboxer_probe::sample::Outcome::Ok,
-        failed_at: String::new(),
-        error: String::new(),
-        stages: stages.iter().copied().collect(),
-        kvm_exits: None,
-        first_ping_ms: None,
-    };
-    let stages = [(Stage::AgentReady, 6.0), (Stage::ContainerCreate, create_ms)];
-    let samples: Vec<Sample> = (0..5)
-        .flat_map(|round| {
-            [start(handler, 126.0 + create_ms, &stages, round), start("runc", 270.0, &[], round)]
-        })
-        .collect();
-    let mut report = Report { clock: Clock::Virtual, ..Report::new(Manifest::default()) };
-    report.manifest.vmm.insert("vmm".into(), json!("qemu"));
-    report.add_startup(&[handler.to_owned(), "runc".to_owned()], &samples, &[]);
-    let mut store = Store::create(dir).unwrap();
-    store.clock = report.clock;
-    samples.iter().for_each(|sample| store.sample(sample).unwrap());
-    store.report(&report, &samples).unwrap();
-}
-
 #[test]
-fn the_gate_fails_by_the_name_of_the_stage_that_grew() {
-    let dir = tempfile::tempdir().unwrap();
-    for (name, create_ms) in [("before", 15.0), ("same", 15.0), ("slow", 22.0)] {
-        virtual_run(&dir.path().join(name), "sandboxer", create_ms);
-    }
-    let dir = dir.path().display();
-    let gate = |run: &str| cli(&format!("gate {dir}/{run} --history {dir}/history.csv"));
-    let why = gate("same").failed(1);
-    assert!(why.contains("has no recorded result"), "{why}");
-    cli(&format!("gate {dir}/before --history {dir}/history.csv --record --commit abc")).ok();
-    let text = gate("same").ok();
-    assert!(text.contains("abc") && text.contains("+0.0 %"), "{text}");
-    let slow = gate("slow");
-    assert_eq!(slow.code, Some(1), "{}", slow.out);
-    assert!(slow.err.contains("sandboxer: container_create 15.00 → 22.00 (+46.7 %)"), "{}", slow.err);
-    assert!(slow.out.contains("container_create"), "the table is printed all the same: {}", slow.out);
-    cli(&format!("gate {dir}/slow --history {dir}/history.csv --allow 50")).ok();
-}
-
-#[test]
-fn runs_of_two_clocks_are_neither_compared_nor_merged() {
+fn runs_of_two_clocks_are_not_compared() {
     let dir = times();
     let run = dir.path().join("virtual");
     virtual_run(&run, "a", 15.0);
     let dir = dir.path().display();
     let why = cli(&format!("compare {dir}/a.txt {dir}/virtual")).failed(1);
     assert!(why.contains("times of a are ms and those of virtual are virtual ms"), "{why}");
-    let why = cli(&format!("merge {dir}/virtual {dir}/b.txt --output {dir}/all")).failed(1);
-    assert!(why.contains("two clocks"), "{why}");
     // Also of a run that was killed before its report was written.
     fs::remove_file(run.join("report.json")).unwrap();
     let why = cli(&format!("compare {dir}/a.txt {dir}/virtual")).failed(1);
     assert!(why.contains("virtual ms"), "{why}");
 }
 
-#[test]
-fn runs_are_merged_with_the_ratios_of_each() {
-    let dir = tempfile::tempdir().unwrap();
-    virtual_run(&dir.path().join("one"), "sandboxer", 15.0);
-    virtual_run(&dir.path().join("two"), "sandboxer-ch", 144.0);
-    let dir = dir.path().display();
-    cli(&format!("merge {dir}/one {dir}/two --output {dir}/all")).ok();
-    let text = cli(&format!("report --markdown {dir}/all")).ok();
-    assert!(text.contains("| start-up, virtual ms |"), "{text}");
-    for row in [
-        "| sandboxer, one after the other | 5 | 0 | 141 | 141 | 141 | 141 | 0.52 (0.52–0.52) |",
-        "| sandboxer-ch, one after the other | 5 | 0 | 270 | 270 | 270 | 270 | 1.00 (1.00–1.00) |",
-        "| runc, one after the other | 10 | 0 | 270 |",
-    ] {
-        assert!(text.contains(row), "{row}\n{text}");
-    }
-    let why = cli(&format!("merge {dir}/one {dir}/all --output {dir}/again")).failed(1);
-    assert!(why.contains("sandboxer serial") && why.contains("leave one of the two out"), "{why}");
-}
-
-#[test]
-fn published_scores_follow_from_their_means_but_for_three() {
-    let text = cli("score --sheet desmet --published").ok();
-    assert!(text.contains("40 of 43 published scores follow"), "{text}");
-    for line in [
-        "Firecracker jitter: 127.3 % of the baseline, published 3, by the rule 2",
-        "KVM db-read: 74.7 % of the baseline, published 1, by the rule 2",
-        "KVM db-write: 83.9 % of the baseline, published 2, by the rule 3",
-    ] {
-        assert!(text.contains(line), "{text}");
-    }
-    let told: Value = serde_json::from_str(&cli("score --sheet desmet --published --json").ok()).unwrap();
-    assert_eq!(
-        (told["cells"].as_u64(), told["contradictions"].as_array().map(Vec::len)),
-        (Some(43), Some(3))
-    );
-    let why = cli("score --sheet gate --published").failed(1);
-    assert!(why.contains("needs a sheet of levels"), "{why}");
-}
-
-#[test]
-fn a_gate_fails_what_is_not_shown_and_names_a_baseline_that_is_not_there() {
-    let dir = times();
-    let dir = dir.path().display();
-    let why = cli(&format!("score {dir}/a.txt --sheet gate")).failed(1);
-    assert!(why.contains("no result has the baseline 'runc': choose --baseline from a"), "{why}");
-    // The two did not alternate in one run: there is no ratio, and what was not measured does not pass.
-    let judged = cli(&format!("score {dir}/a.txt {dir}/b.txt --sheet gate --baseline a"));
-    assert!(
-        judged.code == Some(1) && judged.err.contains("the gate does not pass: 1 of 1"),
-        "{}",
-        judged.err
-    );
-    assert!(judged.out.contains("not measured"), "{}", judged.out);
-    let why = cli(&format!("score {dir}/a.txt --sheet nothing")).failed(1);
-    assert!(why.contains("one of gate, sla, desmet"), "{why}");
-}
-
-/// Writes a result of one probe on one runtime, five runs, without a container.
+/// Writes a result of workloads, of emulated guests.
 fn workload_result(dir: &Path, profile: Profile) {
-    let plan = Plan {
-        runtimes: vec!["runc".into()],
-        native: None,
-        vm: None,
-        client_runtime: "runc".into(),
-        probes: definition::all().into_iter().filter(|probe| probe.name == "scheduler").collect(),
-        profile,
-        repeat: 5,
-        warm_up: 0,
-        cpus: 1,
-        memory: 512 << 20,
-        volumes: std::env::temp_dir(),
-        recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
-        build_image: "build".into(),
-        meter: Meter::None("a test".into()),
-        trusted: Vec::new(),
-    };
-    let run = |round: u32| Run {
-        runtime: "runc".into(),
-        probe: "scheduler".into(),
-        case: String::new(),
-        round,
-        warm_up: false,
-        begun_s: 0.0,
-        took_s: 1.0,
-        outcome: sandboxer_probe::sample::Outcome::Ok,
-        failed_at: String::new(),
-        error: String::new(),
-        commands: Default::default(),
-        threads: None,
-        figures: [("time_s".to_owned(), 2.0)].into(),
-        facts: None,
-        host: Default::default(),
-        cpu: None,
-        power: Default::default(),
-    };
-    let runs: Vec<Run> = (0..5).map(run).collect();
+    let mut result = made_up::result(profile);
     // As of a daemon of ours without KVM, under runc's name.
-    let mut manifest = Manifest::default();
+    let manifest = &mut result.report.manifest;
     manifest.vmm.insert("accelerator".into(), json!("tcg"));
     let ours = [("type".to_owned(), json!("io.containerd.sandboxer.v1"))].into_iter().collect();
     manifest.runtimes.insert("runc".into(), ours);
-    let report = WorkloadReport::of(&plan, manifest, Clock::Wall, Default::default(), &runs);
     let mut store = WorkloadStore::create(dir).unwrap();
-    for run in &runs {
-        store.run(run, &Default::default()).unwrap();
-    }
-    store.report(&report).unwrap();
+    result.runs.iter().for_each(|run| store.row(run).unwrap());
+    store.report(&result.report).unwrap();
 }
 
 #[test]
@@ -323,14 +134,12 @@ fn workloads_are_on_the_page_in_tables_and_compared() {
     cli(&format!("report {dir}/quick {dir}/a.txt --output {dir}/page/index.html")).ok();
     let page = fs::read_to_string(format!("{dir}/page/index.html")).unwrap();
     assert!(page.contains("emulated guests</span>"), "an emulated figure looks like another");
-    assert!(page.contains("<h3>scheduler: ") && page.contains("Start-up, memory and workloads of pods"));
+    assert!(page.contains("<h3>latency: ") && page.contains("Start-up, memory and workloads of pods"));
     assert!(
-        fs::read_to_string(format!("{dir}/page/plots/quick-workload-scheduler.svg"))
-            .unwrap()
-            .contains("2.000")
+        fs::read_to_string(format!("{dir}/page/plots/quick-workload-cpu.svg")).unwrap().contains("100.0")
     );
     let text = cli(&format!("report --markdown {dir}/quick")).ok();
-    assert!(text.contains("| runc | 5 | 0 | 2.000 | 2.000–2.000 |"), "{text}");
+    assert!(text.contains("| runc | 5 | 0 | 50.0 | 50.0–50.0 |"), "{text}");
     let text = cli(&format!("compare {dir}/quick {dir}/quick")).ok();
     assert!(text.contains("1.00 (1.00–1.00)") && !text.contains("NOT COMPARABLE"), "{text}");
     let text = cli(&format!("compare {dir}/quick {dir}/paper")).ok();

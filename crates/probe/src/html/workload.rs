@@ -6,10 +6,10 @@ use super::{badge, conditions, plots, table, taken};
 use crate::clock::Clock;
 use crate::figures::{Figure, Palette};
 use crate::plot::escape;
-use crate::score::published;
 use crate::workload::definition::{Probe, Profile};
 use crate::workload::efficiency;
 use crate::workload::figures::figures;
+use crate::workload::published;
 use crate::workload::report::Report;
 use crate::workload::store::Loaded;
 use crate::workload::summary::{Series, shown};
@@ -191,7 +191,7 @@ fn remarks(out: &mut String, report: &Report) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::summary::tests_data::result;
+    use crate::workload::made_up::result;
 
     fn of(profile: Profile) -> String {
         crate::html::page(&[], &[result(profile)])
@@ -222,7 +222,7 @@ mod tests {
     fn virtual_time_is_said_and_no_published_figure_stands_beside_it() {
         let mut run = result(Profile::Paper);
         run.report.clock = Clock::Virtual;
-        run.report.count(&run.runtimes(), &run.runs);
+        run.report.evaluate(&run.runtimes(), &run.runs);
         let page = crate::html::page(&[], &[run]);
         assert!(page.contains(">virtual time</span>") && page.contains("times are virtual: one instruction"));
         assert!(!page.contains("419.9") && page.contains("this run's times are virtual"));

@@ -164,14 +164,14 @@ async fn one(client: &Client, plan: &Plan, name: &str, mut row: Row, cancel: &Ca
         () = cancel.cancelled() => row.interrupted = true,
         done = attempt => match done.and_then(|(pod, events)| stamps(&mut row, &pod, &events)) {
             Ok(()) => {}
-            Err(why) => row.error = crate::workload::log::plain(&why),
+            Err(why) => row.error = crate::log::plain(&why),
         }
     }
     if let Err(why) = remove(client, plan, name).await
         && row.error.is_empty()
         && !row.interrupted
     {
-        row.error = crate::workload::log::plain(&why);
+        row.error = crate::log::plain(&why);
     }
     row
 }

@@ -3,8 +3,8 @@
 use std::fmt::Write;
 
 use super::cell;
-use crate::score::published;
 use crate::workload::efficiency;
+use crate::workload::published;
 use crate::workload::store::Loaded as Workload;
 use crate::workload::summary::shown;
 
@@ -112,7 +112,7 @@ fn studies(out: &mut String, result: &Workload) {
 mod tests {
     use super::*;
     use crate::workload::definition::Profile;
-    use crate::workload::summary::tests_data::result;
+    use crate::workload::made_up::result;
 
     #[test]
     fn workloads_have_rows_and_published_ones_only_with_the_same_parameters() {

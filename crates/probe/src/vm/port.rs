@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use crate::workload::log::Printed;
+use crate::log::Printed;
 
 /// Maximum size of a frame's content, bytes: the guest is not trusted.
 const MAX_FRAME: usize = 64 << 10;

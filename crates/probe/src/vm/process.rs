@@ -20,9 +20,9 @@ use super::arguments::{Disk, Forward, Machine};
 use super::ping::Pinger;
 use super::port::Output;
 use super::{VMM_MEMORY, Vm, VmError};
+use crate::group::Groups;
+use crate::log::{Printed, plain};
 use crate::options::Resources;
-use crate::workload::group::Groups;
-use crate::workload::log::{Printed, plain};
 
 /// Number of bytes kept from the end of the console.
 const CONSOLE: usize = 4096;

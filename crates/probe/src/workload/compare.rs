@@ -113,7 +113,7 @@ fn shown(parameters: &Parameters) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::summary::tests_data::result;
+    use crate::workload::made_up::result;
 
     #[test]
     fn the_same_result_has_ratios_of_one() {

@@ -102,7 +102,7 @@ pub fn shown(parts: &BTreeMap<Part, Time>) -> String {
 mod tests {
     use super::*;
     use crate::workload::cpu::RoleUse;
-    use crate::workload::summary::tests_data::result;
+    use crate::workload::made_up::result;
 
     #[test]
     fn a_rate_is_per_cpu_second_and_per_watt_and_a_time_is_not() {

@@ -8,8 +8,8 @@ use crate::figures::{Figure, Palette};
 use crate::plot::Ink;
 use crate::plot::curves::{Curve, growth, percentiles};
 use crate::plot::intervals::{Bar, Group, intervals};
-use crate::score::published;
 use crate::store::file_name;
+use crate::workload::published;
 
 /// Minimum number of sizes in a curve; fewer are drawn as bars.
 const SWEEP_OF: usize = 3;

@@ -8,9 +8,7 @@ use serde_json::Value;
 use super::definition::{Probe, Profile};
 use super::efficiency::{self, Cost};
 use super::facts::Facts;
-use super::plan::{self, Plan};
-use super::power::Meter;
-use super::run::Run;
+use super::run::{Run, handler};
 use super::summary::{self, Comparison, Series};
 use crate::clock::Clock;
 use crate::manifest::Manifest;
@@ -22,7 +20,7 @@ pub const SCHEMA_TEXT: &str = include_str!("../../schema/workload.schema.json");
 /// Reference runtimes of ratios, if measured; otherwise the plan's first runtime.
 const REFERENCES: [&str; 2] = ["native", "runc"];
 /// Key of the power in [`Report::not_measured`].
-const POWER: &str = "power";
+pub const POWER: &str = "power";
 /// Relative change of the processors' frequency above which a note is added.
 const CLOCK_MOVES: f64 = 0.05;
 
@@ -70,40 +68,32 @@ pub struct Report {
 }
 
 impl Report {
-    /// Returns the result of a plan's runs.
-    pub fn of(
-        plan: &Plan,
-        manifest: Manifest,
-        clock: Clock,
-        sides: BTreeMap<String, Facts>,
-        runs: &[Run],
-    ) -> Self {
-        let mut report = Self {
+    /// Returns a result without figures.
+    pub fn new(probes: Vec<Probe>, profile: Profile, runtimes: &[String], manifest: Manifest) -> Self {
+        Self {
             schema: SCHEMA,
-            clock,
+            clock: Clock::default(),
             partial: false,
             partial_reason: None,
-            profile: plan.profile,
-            repeat: plan.repeat,
-            warm_up: plan.warm_up,
-            threads: super::facts::threads(sides.values()),
-            client_runtime: plan.client_runtime.clone(),
+            profile,
+            repeat: 0,
+            warm_up: 0,
+            threads: 1,
+            client_runtime: String::new(),
             manifest,
-            probes: plan.probes.clone(),
-            sides,
-            reference: reference(&plan.runtimes),
+            probes,
+            sides: BTreeMap::new(),
+            reference: reference(runtimes),
             series: Vec::new(),
             comparisons: Vec::new(),
             costs: Vec::new(),
             notes: Vec::new(),
-            not_measured: power(&plan.meter, runs).into_iter().collect(),
-        };
-        report.count(&plan.runtimes, runs);
-        report
+            not_measured: BTreeMap::new(),
+        }
     }
 
     /// Replaces all figures with those of `runs`, and adds notes on them.
-    pub(crate) fn count(&mut self, runtimes: &[String], runs: &[Run]) {
+    pub fn evaluate(&mut self, runtimes: &[String], runs: &[Run]) {
         self.series = summary::series(&self.probes, self.profile, runtimes, runs);
         self.comparisons = summary::comparisons(&self.series, &self.reference, runs);
         self.costs = efficiency::costs(&self.probes, self.profile, runtimes, runs);
@@ -131,7 +121,7 @@ impl Report {
     /// difference and the number of all its comparisons. Of 100 comparisons, about 5 differ by chance.
     pub fn no_difference(&self) -> BTreeMap<String, (usize, usize)> {
         let mut counts: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-        let same = self.comparisons.iter().filter(|of| plan::handler(&of.a) == plan::handler(&of.b));
+        let same = self.comparisons.iter().filter(|of| handler(&of.a) == handler(&of.b));
         for comparison in same {
             let (none, all) = counts.entry(comparison.a.clone()).or_default();
             *none += usize::from(comparison.ratio.shows_no_difference());
@@ -193,18 +183,6 @@ fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
     let all = || runs.iter().flat_map(|run| run.host.mhz_before.into_iter().chain(run.host.mhz_after));
     let low = all().min_by(f64::total_cmp)?;
     Some((low, all().max_by(f64::total_cmp)?)).filter(|(low, _)| *low > 0.0)
-}
-
-/// Returns the key and the reason if there are no power figures.
-fn power(meter: &Meter, runs: &[Run]) -> Option<(String, String)> {
-    let known = runs.iter().any(|run| run.power.watts.is_some());
-    let first = runs.iter().map(|run| &run.power.source).find(|source| !source.is_empty());
-    let why = match (meter, first) {
-        (_, Some(source)) => source.strip_prefix("not measured: ").unwrap_or(source),
-        (Meter::None(why), None) => why,
-        (_, None) => "no run had an end",
-    };
-    (!known).then(|| (POWER.to_owned(), why.to_owned()))
 }
 
 /// Returns the series without a figure, by "probe.case.runtime.metric", with the first failure's reason.

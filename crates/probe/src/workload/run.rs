@@ -1,14 +1,16 @@
 //! The raw rows, one per measured container, failures included.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::cpu::RoleUse;
 use super::facts::Facts;
 use super::host::HostUse;
-use super::output::Figures;
-use super::plan::Commands;
-use super::power::Power;
 use crate::sample::Outcome;
+
+/// Figures by the name of their metric.
+pub type Figures = BTreeMap<String, f64>;
 
 /// One run of one variant of a probe on one runtime.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,4 +64,28 @@ impl Run {
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }
+}
+
+/// The commands of one run.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commands {
+    /// Command line of the tool.
+    pub tool: Vec<String>,
+    /// Command line of the server; empty if there is none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub server: Vec<String>,
+}
+
+/// Power of a run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Power {
+    /// Mean power, W; `None` if it was not measured.
+    pub watts: Option<f64>,
+    /// Name of the meter; without a figure the reason, which begins with "not measured".
+    pub source: String,
+}
+
+/// Returns the handler of a series.
+pub fn handler(series: &str) -> &str {
+    series.split_once('#').map_or(series, |(handler, _)| handler)
 }

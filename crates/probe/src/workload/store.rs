@@ -5,7 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use super::log::Printed;
+use crate::log::Printed;
 use super::report::{self, Report, ReportError};
 use super::run::Run;
 use super::summary::{self, COMPARED_OF, Series};

@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Arguments, Trial};
 use node::{Node, Running, apt, run};
 use sandboxer_e2e::page::{Page, Visit};
 use trace::Trace;
 
-/// Names the two packages, of which the second is the later one, separated by a colon.
+/// Names the packages, separated by colons: the daemon's, a later one of the daemon, and that of measurements.
 const PACKAGES: &str = "SANDBOXER_E2E_PACKAGES";
 const CONFIG: &str = "/etc/sandboxer/config.toml";
 const CONTAINERD_CONFIG: &str = "/etc/containerd/config.toml";
@@ -33,11 +33,11 @@ fn main() -> ExitCode {
 
 async fn story() -> Result<()> {
     let packages = std::env::var(PACKAGES)?;
-    let (first, later) = packages.split_once(':').context("two packages, separated by a colon")?;
-    let (first, later) = (PathBuf::from(first), PathBuf::from(later));
+    let packages: Vec<PathBuf> = packages.split(':').map(PathBuf::from).collect();
+    let [first, later, bench] = &packages[..] else { bail!("three packages, separated by colons") };
     let mut node = Node::start().await?;
     let before = Trace::take()?;
-    let outcome = used(&mut node, &first, &later).await;
+    let outcome = used(&mut node, first, later, bench).await;
     node.print_times();
     if outcome.is_err() {
         let log = run(
@@ -52,7 +52,7 @@ async fn story() -> Result<()> {
     Ok(())
 }
 
-async fn used(node: &mut Node, first: &Path, later: &Path) -> Result<()> {
+async fn used(node: &mut Node, first: &Path, later: &Path, bench: &Path) -> Result<()> {
     let page = Page::read(PAGE)?;
     let dir = tempfile::tempdir()?;
     let name = first.file_name().context("a package has a name")?;
@@ -62,6 +62,7 @@ async fn used(node: &mut Node, first: &Path, later: &Path) -> Result<()> {
     let begin = Instant::now();
     installed(node, &mut reader).await?;
     first_pod(node, &mut reader, begin).await?;
+    measurements(node, bench).await?;
     let pod = node.first_pod().await?;
     upgraded(node, later, &pod).await?;
     not_taken_over(&pod).await?;
@@ -118,6 +119,21 @@ async fn first_pod(node: &mut Node, reader: &mut Visit<'_>, begin: Instant) -> R
     run("systemctl", &["start", "sandboxer"])?;
     // What containerd kept of the pod that did not start.
     reader.shell("crictl rmp --all --force").map(drop)
+}
+
+/// The package of measurements, which comes and goes without the daemon.
+async fn measurements(node: &mut Node, package: &Path) -> Result<()> {
+    let worker = node::worker()?;
+    node.step("apt install and purge of sandboxer-bench", async || {
+        apt(&["install", &package.display().to_string()])?;
+        let listed = run("sandboxer-bench", &["workload", "list"])?;
+        ensure!(listed.contains("redis"), "{listed}");
+        apt(&["purge", "sandboxer-bench"])
+    })
+    .await?;
+    ensure!(!Path::new("/usr/bin/sandboxer-bench").exists(), "sandboxer-bench is still there");
+    ensure!(node::worker()? == worker, "the daemon was replaced");
+    Ok(())
 }
 
 /// What the page's table of errors promises that the start of a pod says.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, bail};
+use sandboxer_command::progress;
 use sandboxer_probe::{
     idle::Windows,
     memory::Sweep,
@@ -15,10 +16,7 @@ use sandboxer_probe::{
 };
 
 use super::{Demo, REFILL, cdf, heading};
-use crate::{
-    commands::{startup, tables},
-    render,
-};
+use crate::{commands::tables, render};
 
 impl Demo<'_> {
     /// Starts pods one after the other on each start path, alternating with the baseline, then a group at once.
@@ -74,7 +72,7 @@ impl Demo<'_> {
     }
 
     async fn measure(&self, plan: &Plan, store: Option<&mut Store>) -> Result<Vec<Sample>> {
-        let bar = startup::bar(plan.pods());
+        let bar = progress::steps(plan.pods());
         let mut progress = |_: &Sample| bar.inc(1);
         let (report, samples) = self.bench.startup(plan, store, self.cancel, &mut progress).await?;
         bar.finish_and_clear();

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use indicatif::ProgressBar;
+use sandboxer_command::interrupt;
+use sandboxer_command::target::Target;
 use sandboxer_probe::{measure::Bench, startup};
 use sandboxer_protocol::admin::{ListTemplatesRequest, VersionResponse};
 use tokio_util::sync::CancellationToken;
 
-use super::interrupt;
 use super::report::Look;
-use super::target::Target;
 use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\

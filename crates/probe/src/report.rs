@@ -2,25 +2,28 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use sandboxer_protocol::stage::Stage;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use self::comparison::pairs;
 use crate::clock::Clock;
-use crate::exits::ExitsPerPod;
 use crate::manifest::Manifest;
 use crate::memory::Point;
 use crate::overhead::Overhead;
 use crate::rate::Rate;
-use crate::ratio::{MIN_GROUPS, Ratio};
+use crate::ratio::Ratio;
 use crate::sample::{Mode, Sample};
 use crate::startup::{Batch, FULL_SERIAL};
 use crate::summary::Summary;
 use crate::vm::VM;
 
+mod comparison;
 mod memory;
+mod series;
 
+pub use self::comparison::Comparison;
 pub use self::memory::{Marginal, Memory};
+pub use self::series::{Series, times, times_by_group};
 
 /// Version of the schema. Readers reject newer versions.
 pub const SCHEMA: u32 = 1;
@@ -84,84 +87,6 @@ pub struct Report {
     pub notes: Vec<String>,
     /// Figures that are missing, with the reason.
     pub not_measured: BTreeMap<String, String>,
-}
-
-/// Start-up of one runtime in one mode.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Series {
-    /// Runtime handler.
-    pub runtime: String,
-    /// How the pods were started.
-    pub mode: Mode,
-    /// Number of pods started at once.
-    pub group: u32,
-    /// Times from the start request to the first byte.
-    #[serde(flatten)]
-    pub summary: Summary,
-    /// Times of the CRI calls' responses since the start request: `pod`, `created`, `started`. For VMs of the series
-    /// `vm`: time of the first answered ping, `first_ping`.
-    pub steps: BTreeMap<String, Summary>,
-    /// Wall time of each group, ms; `None` if one of its pods failed.
-    pub batch_ms: Vec<Option<f64>>,
-    /// Time between the first and the last start request of each group, ms.
-    pub release_spread_ms: Vec<f64>,
-    /// Pods per minute and CPU time per pod; only for [`Mode::Sustained`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rate: Option<Rate>,
-    /// Durations of the daemon's stages.
-    pub stages: BTreeMap<Stage, Summary>,
-    /// Time outside all stages; only with stages.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub unexplained: Option<Summary>,
-    /// VM exits per pod; only if KVM's statistics could be read.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub kvm_exits: Option<ExitsPerPod>,
-    /// Number of failures by the call that failed.
-    pub failed_at: BTreeMap<String, usize>,
-}
-
-/// Comparison of two runtimes in the same mode of the same run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Comparison {
-    /// How the pods were started.
-    pub mode: Mode,
-    /// Handler in the numerator.
-    pub a: String,
-    /// Handler in the denominator.
-    pub b: String,
-    /// Whether times of whole groups are compared instead of times of pods.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub groups: bool,
-    /// Number of independent samples of a and of b: starts, or groups of [`Mode::Parallel`]. Earlier results have none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub samples: Option<[usize; 2]>,
-    /// Number of failed starts of a and of b. No median includes them.
-    #[serde(default, skip_serializing_if = "none_failed")]
-    pub failures: [usize; 2],
-    /// Ratio of the medians.
-    #[serde(flatten)]
-    pub ratio: Ratio,
-}
-
-fn none_failed(failures: &[usize; 2]) -> bool {
-    failures.iter().all(|count| *count == 0)
-}
-
-/// Formats as "sandboxer over runc, whole groups: medians 0.50 × (95 % CI 0.48 to 0.52), 2.00 times faster (1.92 to
-/// 2.08)".
-impl std::fmt::Display for Comparison {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let what = if self.groups { "whole groups".to_owned() } else { self.mode.to_string() };
-        write!(f, "{} over {}, {what}: medians {}", self.a, self.b, self.ratio)?;
-        match (self.failures, self.ratio.times_faster()) {
-            // The slowest starts may be among the failed ones.
-            ([a, b], _) if a + b > 0 => {
-                write!(f, "; no verdict, because starts failed: {a} of {}, {b} of {}", self.a, self.b)
-            }
-            (_, Some(faster)) => write!(f, ", {faster}"),
-            (_, None) => Ok(()),
-        }
-    }
 }
 
 /// Times of a VM booted alone, from its VMM's start to the agent's ready message: no daemon, no container.
@@ -287,7 +212,7 @@ impl Report {
 
     /// Returns the ratios worth more than their rows in a table: those with an interval, or with failures.
     pub fn told_ratios(&self) -> impl Iterator<Item = &Comparison> {
-        let says_more = |of: &&Comparison| of.ratio.interval.is_some() || !none_failed(&of.failures);
+        let says_more = |of: &&Comparison| of.ratio.interval.is_some() || of.failures != [0, 0];
         self.ratios.iter().filter(says_more)
     }
 
@@ -400,73 +325,6 @@ impl Report {
     }
 }
 
-/// Returns the compared pairs: the first runtime with each of the others, and those with [`REFERENCE`] and the
-/// baseline.
-fn pairs<'a>(runtimes: &'a [String], baseline: Option<&'a str>) -> Vec<(&'a str, &'a str)> {
-    let mut pairs: Vec<(&str, &str)> = Vec::new();
-    let mut add = |a: &'a str, b: &'a str| {
-        if a != b && !pairs.contains(&(a, b)) {
-            pairs.push((a, b));
-        }
-    };
-    if let Some((first, others)) = runtimes.split_first() {
-        others.iter().for_each(|other| add(first, other));
-    }
-    for base in [Some(REFERENCE), baseline].into_iter().flatten() {
-        if runtimes.iter().any(|name| name == base) {
-            runtimes.iter().for_each(|name| add(name, base));
-        }
-    }
-    pairs
-}
-
-impl Comparison {
-    /// Returns the ratio of two runtimes' starts in this mode.
-    fn of_pods((a, b): (&str, &str), mode: Mode, series: &[Series], samples: &[Sample]) -> Option<Self> {
-        let (ratio, n) = match mode {
-            Mode::Parallel => {
-                let [a, b] = [a, b].map(|runtime| times_by_group(samples, runtime));
-                (Ratio::of_groups(&a, &b)?, [a.len(), b.len()])
-            }
-            Mode::Serial | Mode::Sustained => {
-                let [a, b] = [a, b].map(|runtime| times(samples, runtime, mode));
-                (Ratio::of(&a, &b)?, [a.len(), b.len()])
-            }
-        };
-        Some(Self::new((a, b), mode, series, ratio, n))
-    }
-
-    /// Returns the ratio of the times of two runtimes' whole groups.
-    fn of_whole_groups((a, b): (&str, &str), series: &[Series]) -> Option<Self> {
-        let walls = |runtime: &str| -> Vec<Vec<f64>> {
-            let of =
-                series.iter().filter(|series| series.runtime == runtime && series.mode == Mode::Parallel);
-            of.flat_map(Series::walls).map(|wall| vec![wall]).collect()
-        };
-        let (of_a, of_b) = (walls(a), walls(b));
-        let ratio = Ratio::of_groups(&of_a, &of_b)?;
-        let comparison = Self::new((a, b), Mode::Parallel, series, ratio, [of_a.len(), of_b.len()]);
-        Some(Self { groups: true, ..comparison })
-    }
-
-    fn new((a, b): (&str, &str), mode: Mode, series: &[Series], ratio: Ratio, samples: [usize; 2]) -> Self {
-        let failures = |runtime: &str| {
-            let of = series.iter().filter(|series| series.runtime == runtime && series.mode == mode);
-            of.map(|series| series.summary.failures).sum()
-        };
-        let failures = [a, b].map(failures);
-        Self {
-            mode,
-            a: a.to_owned(),
-            b: b.to_owned(),
-            groups: false,
-            samples: Some(samples),
-            failures,
-            ratio,
-        }
-    }
-}
-
 /// Returns the reasons of failures, the most frequent first; merges reasons that differ only in ids and numbers.
 fn reasons(samples: &[Sample]) -> Vec<String> {
     const SHOWN: usize = 5;
@@ -487,112 +345,6 @@ fn reasons(samples: &[Sample]) -> Vec<String> {
             format!("{count} failed on {runtime}: {}", error.chars().take(400).collect::<String>())
         })
         .collect()
-}
-
-/// Returns the counted times of one runtime in one mode.
-pub fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
-    samples.iter().filter(|s| s.runtime == runtime && s.mode == mode).filter_map(Sample::time).collect()
-}
-
-/// Returns the counted times of one runtime's pods, by group.
-pub fn times_by_group(samples: &[Sample], runtime: &str) -> Vec<Vec<f64>> {
-    let mut groups: BTreeMap<u32, Vec<f64>> = BTreeMap::new();
-    for sample in samples.iter().filter(|s| s.runtime == runtime && s.mode == Mode::Parallel) {
-        if let Some(time) = sample.time() {
-            groups.entry(sample.round).or_default().push(time);
-        }
-    }
-    groups.into_values().collect()
-}
-
-impl Series {
-    fn of(runtime: &str, mode: Mode, samples: &[Sample], batches: &[Batch]) -> Self {
-        let mine = |s: &&Sample| s.runtime == runtime && s.mode == mode && !s.warm_up;
-        let failed: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.failed()).collect();
-        let good: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.time().is_some()).collect();
-        let of = |f: &dyn Fn(&Sample) -> Option<f64>| {
-            Summary::of(&good.iter().filter_map(|s| f(s)).collect::<Vec<_>>(), 0)
-        };
-        let mut failed_at = BTreeMap::new();
-        for sample in &failed {
-            *failed_at.entry(sample.failed_at.clone()).or_default() += 1;
-        }
-        let pinged = good.iter().any(|s| s.first_ping_ms.is_some());
-        let traced = good.iter().any(|s| !s.stages.is_empty());
-        let batches: Vec<&Batch> =
-            batches.iter().filter(|batch| mode == Mode::Parallel && batch.runtime == runtime).collect();
-        Self {
-            runtime: runtime.to_owned(),
-            mode,
-            group: match mode {
-                Mode::Parallel => samples.iter().filter(mine).map(|s| s.index + 1).max().unwrap_or(1),
-                Mode::Serial | Mode::Sustained => 1,
-            },
-            summary: Summary::of(&good.iter().filter_map(|s| s.time()).collect::<Vec<_>>(), failed.len()),
-            steps: [
-                ("pod".to_owned(), of(&|s| s.pod_ms)),
-                ("created".to_owned(), of(&|s| s.created_ms)),
-                ("started".to_owned(), of(&|s| s.started_ms)),
-            ]
-            .into_iter()
-            .chain(pinged.then(|| (FIRST_PING.to_owned(), of(&|s| s.first_ping_ms))))
-            .collect(),
-            batch_ms: batches.iter().map(|batch| batch.wall_ms).collect(),
-            release_spread_ms: batches.iter().map(|batch| batch.release_spread_ms).collect(),
-            rate: None,
-            stages: Stage::ALL
-                .into_iter()
-                .map(|stage| (stage, of(&|s| s.stages.get(&stage).copied())))
-                .filter(|(_, summary)| summary.n > 0)
-                .collect(),
-            unexplained: traced.then(|| {
-                of(&|s| Some(s.time()? - s.stages.values().sum::<f64>()).filter(|_| !s.stages.is_empty()))
-            }),
-            kvm_exits: ExitsPerPod::of(good.iter().filter_map(|s| s.kvm_exits).collect()),
-            failed_at,
-        }
-    }
-}
-
-impl Series {
-    /// Returns a sentence on when the series' VMs answered their first ping.
-    pub fn first_ping(&self, clock: Clock) -> Option<String> {
-        let pings = self.steps.get(FIRST_PING)?;
-        let (min, p50, max) = (pings.min_ms?, pings.p50_ms?, pings.max_ms?);
-        Some(format!(
-            "{}: the first ping was answered after {p50:.0} {} (median of {}; {min:.0} to {max:.0})",
-            self.runtime,
-            clock.ms(),
-            pings.n
-        ))
-    }
-
-    /// Returns the times of groups without a failure, ms.
-    pub fn walls(&self) -> impl Iterator<Item = f64> {
-        self.batch_ms.iter().copied().flatten()
-    }
-
-    /// Returns the summary of whole groups; `None` without groups.
-    pub fn whole_groups(&self) -> Option<Summary> {
-        let walls: Vec<f64> = self.walls().collect();
-        let failed = self.batch_ms.len() - walls.len();
-        (!self.batch_ms.is_empty()).then(|| Summary::of(&walls, failed))
-    }
-
-    /// Returns how the pods were started, for tables: "serial", "parallel × 50".
-    pub fn how(&self) -> String {
-        if self.group > 1 { format!("{} × {}", self.mode, self.group) } else { self.mode.to_string() }
-    }
-
-    /// Returns the key of the series' exits in `not_measured`.
-    pub fn exits_name(&self) -> String {
-        format!("series.{}.{}.kvm_exits", self.runtime, self.mode)
-    }
-
-    /// Returns the median of the pods' exits, as text.
-    pub fn shown_exits(&self) -> String {
-        self.kvm_exits.map_or_else(|| "not measured".into(), |exits| exits.p50.to_string())
-    }
 }
 
 /// Why a text is not a report.
@@ -618,16 +370,6 @@ pub fn parse(text: &str) -> Result<Report, ReportError> {
             let mut report: Report = serde_json::from_value(value)?;
             report.ratios.iter_mut().for_each(Comparison::without_interval_of_few_groups);
             Ok(report)
-        }
-    }
-}
-
-impl Comparison {
-    /// Removes an interval that earlier versions computed over the pods of groups as if they were independent.
-    fn without_interval_of_few_groups(&mut self) {
-        let enough = self.samples.is_some_and(|samples| samples.iter().all(|count| *count >= MIN_GROUPS));
-        if self.mode == Mode::Parallel && !enough {
-            self.ratio.interval = None;
         }
     }
 }

@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use sandboxer_probe::{
+    document::html,
     figures::Palette,
-    html,
     idle::Windows,
     ledger,
     memory::Sweep,
-    process, pss,
+    present, process, pss,
+    results::Results,
     store::{self, Store},
 };
 use tokio::runtime::Runtime;
@@ -61,9 +62,10 @@ fn sweep(c: &mut Criterion) {
     let mut store = Store::create(&dir).unwrap();
     let never = CancellationToken::new();
     runtime.block_on(stack.bench.memory(&sweep, Some(&mut store), &never, &mut |_| ())).unwrap();
-    let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded, &[], &Palette::of(&loaded, &[])).unwrap();
-    store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
+    let results = Results::load(std::slice::from_ref(&dir)).unwrap();
+    let palette = Palette::of(&results.startups, &[]);
+    store::write_plots(&dir, &results.startups, &[], &palette).unwrap();
+    store.write("report.html", html::render(&present::page(&results, &palette)).as_bytes()).unwrap();
     println!("ledger: {}", dir.join("ledger.csv").display());
     println!("report: {}", dir.join("report.html").display());
 }

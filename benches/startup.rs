@@ -36,11 +36,12 @@ use sandboxer::{
 use sandboxer_config::Config;
 use sandboxer_host::rootfs::Mount;
 use sandboxer_probe::{
+    document::{html, markdown},
     figures::Palette,
-    html,
     manifest::Manifest,
-    markdown,
+    present,
     report::Report,
+    results::Results,
     sample::{Mode, Outcome, Sample},
     startup::Plan,
     store::{self, Loaded, Store},
@@ -228,7 +229,14 @@ fn page(c: &mut Criterion) {
             |samples| {
                 let mut report = Report::new(Manifest::default());
                 report.add_startup(&runtimes, &samples, &[]);
-                html::page(&[Loaded { name: "bench".into(), report, samples }], &[]).len()
+                html::render(&present::page(
+                    &Results {
+                        startups: vec![Loaded { name: "bench".into(), report, samples }],
+                        ..Results::default()
+                    },
+                    &Palette::default(),
+                ))
+                .len()
             },
             BatchSize::PerIteration,
         );
@@ -287,14 +295,19 @@ fn pods(c: &mut Criterion) {
     let dir = stack::result_dir("startup");
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
-    let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded, &[], &Palette::of(&loaded, &[])).unwrap();
-    store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
-    for series in &loaded[0].report.series {
+    let results = Results::load(std::slice::from_ref(&dir)).unwrap();
+    let palette = Palette::of(&results.startups, &[]);
+    store::write_plots(&dir, &results.startups, &[], &palette).unwrap();
+    store.write("report.html", html::render(&present::page(&results, &palette)).as_bytes()).unwrap();
+    for series in &results.startups[0].report.series {
         let name = store::file_name(&series.runtime);
         println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());
     }
-    println!("report: {}\n\n{}", dir.join("report.html").display(), markdown::tables(&loaded));
+    println!(
+        "report: {}\n\n{}",
+        dir.join("report.html").display(),
+        markdown::render(&present::tables(&results))
+    );
 }
 
 /// Returns the value of an environment variable, or `default`.

@@ -5,7 +5,6 @@ pub mod interrupt;
 pub mod man;
 pub mod output;
 pub mod progress;
-pub mod tables;
 pub mod target;
 pub mod vm;
 

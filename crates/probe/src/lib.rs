@@ -10,7 +10,8 @@
 //! | [`clock`], [`sides`] | the clock of times; properties of the compared sides |
 //! | [`overhead`] | cost of the probe itself |
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`], [`idle`] | memory by role and pod count; CPU time of idle pods |
-//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`results`] | a result: format, files, presentation |
+//! | [`report`], [`store`], [`compare`], [`results`] | a result: format and files; two results side by side |
+//! | [`present`], [`document`] | what is shown of results; its three renderers |
 //! | [`workload`] | the result of benchmark tools in a container of any runtime |
 //! | [`log`], [`group`] | a container's output; the control group of a process of the host |
 //! | [`vm`], [`native`] | a conventional VM and a process of the host, for comparison |
@@ -21,23 +22,23 @@ pub mod bare_boot;
 pub mod busy;
 pub mod clock;
 pub mod compare;
+pub mod document;
 pub mod exits;
 pub mod figures;
 pub mod first_byte;
 pub mod group;
-pub mod html;
 pub mod idle;
 pub mod kubernetes;
 pub mod ledger;
 pub mod log;
 pub mod manifest;
-pub mod markdown;
 pub mod measure;
 pub mod memory;
 pub mod native;
 pub mod options;
 pub mod overhead;
 pub mod plot;
+pub mod present;
 pub mod process;
 pub mod pss;
 pub mod rate;

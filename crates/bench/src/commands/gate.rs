@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use sandboxer_bench::gate::{self, Growth, Verdict};
-use sandboxer_command::{Global, output, tables};
+use sandboxer_command::{Global, output};
+use sandboxer_probe::document::Table;
 use sandboxer_probe::store;
 
 const EXAMPLES: &str = "\
@@ -69,13 +70,13 @@ fn change(what: &str, growth: &Growth) -> String {
 }
 
 fn text(verdicts: &[Verdict], unit: &str) -> String {
-    let mut rows = tables::table(&["runtime", "compared with", "over runc", "now", "change", "grown"], 2);
+    let mut rows = Table::new(2, ["runtime", "compared with", "over runc", "now", "change", "grown"]);
     for verdict in verdicts {
         let grown: Vec<String> =
             verdict.grown.iter().map(|growth| format!("{} {unit}", change(&growth.what, growth))).collect();
         let ratio =
             |of: &dyn Fn(&Growth) -> String| verdict.over_runc.as_ref().map_or_else(|| "–".into(), of);
-        rows.add_row([
+        rows.row([
             verdict.runtime.clone(),
             verdict.commit.clone().unwrap_or_else(|| "no record".into()),
             ratio(&|growth| format!("{:.3}", growth.before)),

@@ -9,7 +9,8 @@ use sandboxer_bench::score::levels::{Cell, Scores, Sum, System, grade};
 use sandboxer_bench::score::published::{self, Check};
 use sandboxer_bench::score::sheet::{Feature, Gate, Levels, Sheet, Sla};
 use sandboxer_bench::score::sla::{self, Score};
-use sandboxer_command::{Global, output, tables};
+use sandboxer_command::{Global, output};
+use sandboxer_probe::document::Table;
 use sandboxer_probe::results::Results;
 use serde::Serialize;
 
@@ -96,17 +97,17 @@ fn show<T: Serialize>(verdicts: &Verdicts<'_, T>, text: String, global: &Global)
 fn gated(rules: &Gate, results: &Results, global: &Global) -> Result<()> {
     let judged = gate::judge(rules, results);
     let over = format!("over {}", rules.baseline);
-    let mut rows = tables::table(&["what", "metric", "runtime", "verdict", &over, "failed; baseline's"], 4);
+    let mut rows = Table::new(4, ["what", "metric", "runtime", "verdict", &over, "failed; baseline's"]);
     for row in &judged {
         let ratio = row.ratio.map_or_else(|| "–".into(), |ratio| ratio.short());
         let [own, of_baseline] = row.failures;
         let failed = format!("{own}; {of_baseline}");
-        rows.add_row([&row.what, &row.metric, &row.runtime, row.verdict.as_str(), &ratio, &failed]);
+        rows.row([&row.what, &row.metric, &row.runtime, row.verdict.as_str(), &ratio, &failed]);
     }
     let passed = judged.iter().filter(|row| row.verdict.passes()).count();
     let text = format!(
         "{}\n{passed} of {} metrics pass: within {} % of {}, or better",
-        rows.trim_fmt(),
+        rows.to_string(),
         judged.len(),
         rules.tolerance_percent,
         rules.baseline
@@ -137,13 +138,13 @@ fn rates(rules: &Sla, results: &Results, global: &Global) -> Result<()> {
     let over = format!("over {}", rules.baseline);
     let mut heading = vec!["result", "runtime"];
     heading.extend(bounds.iter().map(String::as_str).chain(["score", &over]));
-    let mut rows = tables::table(&heading, 2);
+    let mut rows = Table::new(2, heading);
     for score in &scores {
-        rows.add_row(rates_of(score));
+        rows.row(rates_of(score));
     }
     let text = format!(
         "{}\nhighest rate per s whose {} keeps the bound; +: the ladder has no higher one. Score: geometric mean",
-        rows.trim_fmt(),
+        rows.to_string(),
         rules.latency
     );
     let verdicts = Verdicts {
@@ -189,23 +190,23 @@ fn scores(rules: &Levels, results: &Results, global: &Global) -> Result<()> {
 
 fn scores_text(scores: &Scores) -> String {
     let names: Vec<&str> = scores.systems.iter().map(|system| &*system.system).collect();
-    let mut rows = tables::table(&[&["feature", "level"], &names[..]].concat(), 2);
+    let mut rows = Table::new(2, [&["feature", "level"], &names[..]].concat());
     let Some(first) = scores.systems.first() else {
         return format!("nothing was measured beside {}", scores.baseline);
     };
     for (index, cell) in first.cells.iter().enumerate() {
         let mut row = vec![cell.feature.clone(), cell.level.clone()];
         row.extend(scores.systems.iter().map(|system| shown(&system.cells[index])));
-        rows.add_row(row);
+        rows.row(row);
     }
     for level in first.sums.keys() {
         let mut row = vec!["sum".to_owned(), level.clone()];
         row.extend(scores.systems.iter().map(|system| system.sums.get(level).map_or_else(String::new, sum)));
-        rows.add_row(row);
+        rows.row(row);
     }
     format!(
         "{}\nscore (percentage of {}); *: by the median, or at an end of the 95 % interval, it is another one",
-        rows.trim_fmt(),
+        rows.to_string(),
         scores.baseline
     )
 }

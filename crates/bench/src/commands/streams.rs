@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Context as _, Result, bail};
 use sandboxer_bench::streams::{self, Context, Plan, Report};
 use sandboxer_command::target::Target;
-use sandboxer_command::{Global, interrupt, output, progress, tables};
+use sandboxer_command::{Global, interrupt, output, progress};
+use sandboxer_probe::document::{Table, ms};
 use sandboxer_probe::ratio::Ratio;
 
 const EXAMPLES: &str = "\
@@ -80,10 +81,8 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
 
 fn text(report: &Report) -> String {
     let unit = report.clock.ms();
-    let mut rows = tables::table(
-        &["runtime", "what", "n", "failed", "min", "p50", "p90", "max", "MiB/s", "over runc"],
-        2,
-    );
+    let mut rows =
+        Table::new(2, ["runtime", "what", "n", "failed", "min", "p50", "p90", "max", "MiB/s", "over runc"]);
     let over = |ratio: Option<&Ratio>| ratio.map_or_else(|| "–".into(), Ratio::short);
     for series in &report.series {
         let (name, mib) = (&series.runtime, report.bytes as f64 / f64::from(1 << 20));
@@ -95,9 +94,9 @@ fn text(report: &Report) -> String {
         for (what, times, has_rate, over) in of.into_iter().filter(|(_, times, ..)| times.n > 0) {
             let rate = times.p50_ms.filter(|_| has_rate).map(|ms| format!("{:.1}", mib * 1e3 / ms));
             let mut row = vec![name.clone(), what.into(), times.n.to_string(), times.failures.to_string()];
-            row.extend([times.min_ms, times.p50_ms, times.p90_ms, times.max_ms].map(tables::ms));
+            row.extend([times.min_ms, times.p50_ms, times.p90_ms, times.max_ms].map(ms));
             row.extend([rate.unwrap_or_else(|| "–".into()), over]);
-            rows.add_row(row);
+            rows.row(row);
         }
     }
     let mut text = format!(

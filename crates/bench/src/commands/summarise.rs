@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use sandboxer_command::{Global, output, tables};
+use sandboxer_command::{Global, output};
+use sandboxer_probe::document::ms;
 use sandboxer_probe::{summarise, summary};
 
 const EXAMPLES: &str = "\
@@ -45,7 +46,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
         let mut text = format!("{}: {}\n", path.display(), times.read_as);
         text += &format!("  n {}  failures {}", summary.n, summary.failures);
         for (name, value) in summary.figures() {
-            text += &format!("\n  {name:<4} {:>10} ms", tables::ms(value));
+            text += &format!("\n  {name:<4} {:>10} ms", ms(value));
         }
         text += "\n  distribution, ms and fraction of samples at or below:";
         let points = summary::cdf(&times.times);

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use sandboxer_probe::{markdown, store};
+use sandboxer_probe::{document::markdown, present, results::Results};
 use serde_json::{Value, json};
 
 use crate::bench;
@@ -102,13 +102,13 @@ fn runs_are_merged_with_the_ratios_of_each() {
     virtual_run(&dir.path().join("two"), "sandboxer-ch", 144.0);
     let at = dir.path().display();
     bench(&format!("merge {at}/one {at}/two --output {at}/all")).ok();
-    let all = store::load(&dir.path().join("all")).unwrap();
-    let text = markdown::tables(&[all]);
-    assert!(text.contains("| start-up, virtual ms |"), "{text}");
+    let all = Results::load(&[dir.path().join("all")]).unwrap();
+    let text = markdown::render(&present::tables(&all));
+    assert!(text.contains("### Start-up, virtual ms"), "{text}");
     for row in [
-        "| sandboxer, one after the other | 5 | 0 | 141 | 141 | 141 | 141 | 0.52 (0.52–0.52) |",
-        "| sandboxer-ch, one after the other | 5 | 0 | 270 | 270 | 270 | 270 | 1.00 (1.00–1.00) |",
-        "| runc, one after the other | 10 | 0 | 270 |",
+        "| sandboxer | serial | 5 | 0 | 141 | 141 | 141 | 141 | 0.52 (0.52–0.52) |",
+        "| sandboxer-ch | serial | 5 | 0 | 270 | 270 | 270 | 270 | 1.00 (1.00–1.00) |",
+        "| runc | serial | 10 | 0 | 270 |",
     ] {
         assert!(text.contains(row), "{row}\n{text}");
     }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use sandboxer_command::{interrupt, progress};
+use sandboxer_probe::document::Table;
 use sandboxer_probe::kubernetes::client::Client;
 use sandboxer_probe::kubernetes::kubeconfig::Access;
 use sandboxer_probe::kubernetes::report::{Class, Report};
@@ -11,7 +12,6 @@ use sandboxer_probe::kubernetes::startup::{Plan, Row, measure};
 use sandboxer_probe::timeline::Recipe;
 use sandboxer_probe::workload::summary::shown;
 
-use super::tables;
 use crate::{Global, render};
 
 /// Number of pods of each RuntimeClass without --serial: enough for a mean of timestamps of whole seconds.
@@ -109,16 +109,16 @@ fn prepare(dir: &Path) -> Result<PathBuf> {
 
 fn table(report: &Report) -> String {
     let heading = ["RuntimeClass", "n", "failed", "mean s", "sd", "min", "p50", "p90", "max", "pods by s"];
-    let mut rows = tables::table(&heading, 1);
+    let mut rows = Table::new(1, heading);
     for (name, class) in &report.classes {
         let spread: Vec<String> = class.pods_by_s.iter().map(|(s, pods)| format!("{s} s: {pods}")).collect();
         let of = [class.mean_s, class.sd_s, class.min_s, class.p50_s, class.p90_s, class.max_s].map(shown);
         let mut row = vec![name.clone(), class.n.to_string(), class.failures.to_string()];
         row.extend(of);
         row.push(spread.join(", "));
-        rows.add_row(row);
+        rows.row(row);
     }
-    let mut text = rows.trim_fmt();
+    let mut text = rows.to_string();
     for (name, class) in &report.classes {
         text.push_str(&format!("\n{name}: mean s after creation: {}", steps(class)));
     }

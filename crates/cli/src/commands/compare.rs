@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use sandboxer_probe::compare::{Comparison, Difference, compare};
+use sandboxer_probe::document::{Table, mb, ms};
 use sandboxer_probe::workload::compare as workloads;
 use sandboxer_probe::workload::summary::shown;
 use sandboxer_probe::{store, workload};
 
-use super::tables;
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -54,14 +54,14 @@ fn workloads_of(args: &Args, global: &Global) -> Result<()> {
     }
     let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
     let [a, b] = &comparison.of;
-    let mut rows = tables::table(&["probe", "metric", "runtime", a, b, "ratio of medians"], 3);
+    let mut rows = Table::new(3, ["probe", "metric", "runtime", a, b, "ratio of medians"]);
     for row in &comparison.rows {
         let ratio = row
             .ratio
             .map_or_else(|| "not measured: it needs four values on each side".into(), |ratio| ratio.short());
         let [of_a, of_b] = row.p50.map(shown);
         let probe = format!("{} {}", row.probe, row.case).trim_end().to_owned();
-        rows.add_row([probe, row.metric.clone(), row.runtime.clone(), of_a, of_b, ratio]);
+        rows.row([probe, row.metric.clone(), row.runtime.clone(), of_a, of_b, ratio]);
     }
     text += &format!("\n{rows}");
     Ok(render::print(&text)?)
@@ -85,20 +85,20 @@ fn text(comparison: &Comparison) -> String {
     let [a, b] = &comparison.of;
     let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
     if !comparison.startup.is_empty() {
-        let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
+        let mut rows = Table::new(2, ["start-up", "mode", a, b, "ratio of medians"]);
         for row in &comparison.startup {
-            let [of_a, of_b] =
-                row.p50_ms.map(|time| format!("{} {}", tables::ms(time), comparison.clock.ms()));
-            rows.add_row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, row.shown()]);
+            let [of_a, of_b] = row.p50_ms.map(|time| format!("{} {}", ms(time), comparison.clock.ms()));
+            rows.row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, row.shown()]);
         }
         text += &format!("\n{rows}\n");
     }
     if !comparison.memory.is_empty() {
-        let mut rows = tables::table(&["memory, MB", "pods", "management", "", "total", ""], 1);
+        let mut rows = Table::new(1, ["memory, MB", "pods", "management", "", "total", ""]);
         for row in &comparison.memory {
-            let [ma, mb] = row.management_kib.map(tables::mb);
-            let [ta, tb] = row.total_kib.map(tables::mb);
-            rows.add_row([row.runtime.clone(), row.pods.to_string(), ma, mb, ta, tb]);
+            let management = row.management_kib.map(mb);
+            let total = row.total_kib.map(mb);
+            let names = [row.runtime.clone(), row.pods.to_string()];
+            rows.row(names.into_iter().chain(management).chain(total));
         }
         text += &format!("\n{rows}\n");
     }

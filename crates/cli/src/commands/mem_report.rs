@@ -8,16 +8,16 @@ use anyhow::{Context, Result, bail};
 use sandboxer_command::target::Target;
 use sandboxer_command::{interrupt, progress, vm};
 use sandboxer_probe::{
+    document::terminal,
     idle::Windows,
     ledger,
     memory::{FULL_REPEAT, Sweep},
     native::NATIVE,
-    report, runtime_class,
+    present, report, runtime_class,
     store::Store,
     vm::VM,
 };
 
-use super::tables;
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -111,7 +111,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     } else if global.json {
         render::print(report::render(&report).trim_end())?;
     } else {
-        render::print(&format!("{}\n{}", tables::memory(&report), tables::remarks(&report)))?;
+        render::print(&terminal::render(&present::memory(&report, Vec::new())))?;
     }
     if let Some(store) = &store {
         eprintln!("result: {}", store.dir().display());
@@ -152,11 +152,9 @@ async fn now(args: &Args, global: &Global) -> Result<()> {
     } else if ledgers.is_empty() {
         render::print("no pods are running")?;
     } else {
-        render::print(&tables::memory(&report))?;
-        for (handler, ledger) in &ledgers {
-            render::print(&tables::ledger(handler, ledger))?;
-        }
-        render::print(&tables::remarks(&report))?;
+        let processes =
+            ledgers.iter().flat_map(|(handler, ledger)| present::ledger(handler, ledger)).collect();
+        render::print(&terminal::render(&present::memory(&report, processes)))?;
     }
     Ok(())
 }

@@ -19,7 +19,6 @@ mod reload;
 mod report;
 mod stages;
 mod startup;
-mod tables;
 mod template;
 mod version;
 

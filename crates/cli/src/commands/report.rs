@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
-use sandboxer_probe::{figures::Palette, html, markdown, results::Results, store};
+use sandboxer_probe::document::{html, markdown};
+use sandboxer_probe::{figures::Palette, present, results::Results, store};
 
 use crate::{Global, render};
 
@@ -50,8 +51,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     let look = Look { baseline: args.baseline.as_deref(), published: args.published };
     if args.markdown {
         let (results, unusable) = load(&args.results, look.baseline)?;
-        let text = markdown::tables(&results.startups) + &markdown::workloads(&results.workloads);
-        render::print(text.trim())?;
+        render::print(markdown::render(&present::tables(&results)).trim())?;
         return complete(unusable, args.results.len());
     }
     let first = &args.results[0];
@@ -106,10 +106,10 @@ fn load(paths: &[PathBuf], baseline: Option<&str>) -> Result<(Results, usize)> {
 
 /// Writes the page and the plots. Returns the plots' paths and the number of results that cannot be used.
 pub fn write(results: &[PathBuf], page: &Path, look: &Look<'_>) -> Result<(Vec<PathBuf>, usize)> {
-    let (Results { startups, workloads }, unusable) = load(results, look.baseline)?;
-    let palette = Palette::of(&startups, &workloads).with_published(look.published);
+    let (results, unusable) = load(results, look.baseline)?;
+    let palette = Palette::of(&results.startups, &results.workloads).with_published(look.published);
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    store::write_whole(page, html::page_with(&startups, &workloads, &palette).as_bytes())?;
-    Ok((store::write_plots(dir, &startups, &workloads, &palette)?, unusable))
+    store::write_whole(page, html::render(&present::page(&results, &palette)).as_bytes())?;
+    Ok((store::write_plots(dir, &results.startups, &results.workloads, &palette)?, unusable))
 }

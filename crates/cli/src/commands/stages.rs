@@ -5,9 +5,9 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_probe::document::Table;
 use sandboxer_protocol::admin::{StageSummary, StageTimesRequest, StageTimesResponse};
 
-use super::tables;
 use crate::{Global, client, client::ClientError, render};
 
 const EXAMPLES: &str = "\
@@ -51,9 +51,9 @@ fn text(answer: &StageTimesResponse) -> String {
         return format!("no start within {}", render::duration(answer.over_ns));
     }
     let mut rows =
-        tables::table(&["STAGE", "OUTCOME", "COUNT", "MEAN", "MIN", "P50", "P90", "P95", "P99", "MAX"], 2);
+        Table::new(2, ["STAGE", "OUTCOME", "COUNT", "MEAN", "MIN", "P50", "P90", "P95", "P99", "MAX"]);
     for stage in &answer.stages {
-        rows.add_row(row(stage));
+        rows.row(row(stage));
     }
     format!("{rows}\nwithin {}; times are exact to 1 %", render::duration(answer.over_ns))
 }

@@ -7,13 +7,13 @@ use anyhow::{Context, Result, bail};
 use sandboxer_command::target::Target;
 use sandboxer_command::{interrupt, progress, vm};
 use sandboxer_probe::{
-    report,
+    document::terminal,
+    present, report,
     startup::{FULL_SERIAL, Plan},
     store::Store,
 };
 
 use super::cluster::{self, Cluster};
-use super::tables;
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
@@ -109,7 +109,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     if global.json {
         render::print(report::render(&report).trim_end())?;
     } else {
-        render::print(&format!("{}\n{}", tables::startup(&report), tables::remarks(&report)))?;
+        render::print(&terminal::render(&present::startup(&report)))?;
     }
     if let Some(store) = &store {
         eprintln!("result: {}", store.dir().display());

@@ -4,14 +4,13 @@ use std::time::Duration;
 
 use anyhow::bail;
 use clap::Subcommand;
-use comfy_table::CellAlignment;
 use indicatif::ProgressBar;
+use sandboxer_probe::document::Table;
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ListTemplatesRequest, ListTemplatesResponse, RemoveTemplateRequest, Template,
     VerifyTemplateRequest,
 };
 
-use super::tables;
 use crate::{Global, client, client::ClientError, render};
 
 const EXAMPLES: &str = "\
@@ -126,17 +125,14 @@ fn text(answer: &ListTemplatesResponse) -> String {
         if answer.templates.is_empty() { "no templates".to_owned() } else { table(&answer.templates) };
     out += &format!("\n\n{} VMs are in the pool", answer.pool.len());
     if !answer.start_paths.is_empty() {
-        let mut rows = tables::table(&["START PATH", "PODS", "FELL BACK", "BECAUSE"], 1);
-        if let Some(column) = rows.column_mut(3) {
-            column.set_cell_alignment(CellAlignment::Left);
-        }
+        let mut rows = Table::new(1, ["START PATH", "PODS", "FELL BACK", "BECAUSE"]).with_text("BECAUSE");
         for count in &answer.start_paths {
             let (taken, missed) = match count.reason.as_str() {
                 "" => (count.pods.to_string(), String::new()),
                 reason => (String::new(), format!("{} × {}", count.pods, render::plain(reason))),
             };
             let because = because(&count.start_path, &count.reason);
-            rows.add_row([render::plain(&count.start_path), taken, missed, because.into()]);
+            rows.row([render::plain(&count.start_path), taken, missed, because.into()]);
         }
         out += &format!("\n\n{rows}");
     }

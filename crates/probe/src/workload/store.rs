@@ -5,10 +5,10 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use crate::log::Printed;
 use super::report::{self, Report, ReportError};
 use super::run::Run;
 use super::summary::{self, COMPARED_OF, Series};
+use crate::log::Printed;
 use crate::ratio::Ratio;
 use crate::store::{StoreError, file_name, write_whole};
 

@@ -1,8 +1,8 @@
 //! `sandboxer-bench workload list`: the list of probes.
 
 use anyhow::Result;
-use sandboxer_command::tables::table;
 use sandboxer_command::{Global, output};
+use sandboxer_probe::document::Table;
 use sandboxer_probe::workload::definition::{self, Better, Metric, Probe, Profile};
 
 /// List the probes with their study, metrics and duration
@@ -19,11 +19,11 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         return output::print_json(&probes);
     }
-    let mut rows = table(&["probe", "what", "metrics", "study", "variants", "quick s", "paper s"], 4);
+    let mut rows = Table::new(4, ["probe", "what", "metrics", "study", "variants", "quick s", "paper s"]);
     for probe in &probes {
         let variants =
             [Profile::Quick, Profile::Paper].map(|profile| probe.cases(profile).count().to_string());
-        rows.add_row(vec![
+        rows.row(vec![
             probe.name.clone(),
             format!("{} ({})", probe.what, probe.tool),
             probe.metrics.iter().map(metric).collect::<Vec<_>>().join(", "),
@@ -33,7 +33,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
             format!("{:.0}", probe.takes(Profile::Paper)),
         ]);
     }
-    let mut text = rows.trim_fmt();
+    let mut text = rows.to_string();
     text.push_str("\nSeconds count the tools only: per round and runtime, over all variants.");
     if args.commands {
         text.push_str(&commands(&probes));

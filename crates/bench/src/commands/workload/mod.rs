@@ -1,7 +1,6 @@
 //! `sandboxer-bench workload`: the performance of workloads on any runtime.
 
 mod list;
-mod tables;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -13,12 +12,14 @@ use sandboxer_bench::workload::plan::{self, Plan};
 use sandboxer_bench::workload::power::Meter;
 use sandboxer_command::{Global, interrupt, output, progress, vm};
 use sandboxer_probe::clock::Clock;
+use sandboxer_probe::document::terminal;
 use sandboxer_probe::measure::{self as probe, Bench};
 use sandboxer_probe::options::Network;
+use sandboxer_probe::present;
 use sandboxer_probe::workload::definition::{self, Probe, Profile};
 use sandboxer_probe::workload::report;
 use sandboxer_probe::workload::run::Run;
-use sandboxer_probe::workload::store::Store;
+use sandboxer_probe::workload::store::{Loaded, Store};
 
 /// Time to start and remove a pod, ms; added to its tool's time to estimate the remaining time.
 const POD_MS: u64 = 2_500;
@@ -153,15 +154,17 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     let measured = measure::measure(&bench, &plan, store.as_mut(), &cancel, &mut progress).await;
     bar.finish_and_clear();
     let (report, runs) = measured?;
+    let measured = Loaded { name: String::new(), report, runs };
+    let (report, runs) = (&measured.report, &measured.runs);
     if global.json {
-        output::print(report::render(&report)?.trim_end())?;
+        output::print(report::render(report)?.trim_end())?;
     } else {
-        output::print(&tables::report(&report))?;
+        output::print(&terminal::render(&present::workload(&measured)))?;
     }
     if let Some(store) = &store {
         eprintln!("result: {}", store.dir().display());
     }
-    match (&report.partial_reason, report.failures(&runs)) {
+    match (&report.partial_reason, report.failures(runs)) {
         (Some(why), _) => bail!("the measurement is partial: {why}"),
         (None, 0) => Ok(()),
         (None, failures) => {

@@ -7,11 +7,12 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
+use sandboxer_probe::document::Table;
 use sandboxer_probe::timeline::{self, Recipe};
 use sandboxer_protocol::admin::{VersionRequest, VersionResponse};
 
 use super::{Demo, heading, look};
-use crate::{client, commands::tables, render};
+use crate::{client, render};
 
 /// Number of pods that run meanwhile.
 const PODS: usize = 3;
@@ -48,7 +49,7 @@ impl Demo<'_> {
         }
 
         let mut rows =
-            tables::table(&["killed", "pid", "another answers after, s", "pods", "lines of log", "lost"], 1);
+            Table::new(1, ["killed", "pid", "another answers after, s", "pods", "lines of log", "lost"]);
         for what in ["worker", "front"] {
             let before =
                 self.version().await?.context("there is no daemon to kill: --kill-daemon needs one")?;
@@ -71,7 +72,7 @@ impl Demo<'_> {
             }
             let pods = format!("{alive} of {PODS} run");
             let back = format!("{:.2}", back.as_secs_f64());
-            rows.add_row([what.to_owned(), pid.to_string(), back, pods, lines.to_string(), lost.to_string()]);
+            rows.row([what.to_owned(), pid.to_string(), back, pods, lines.to_string(), lost.to_string()]);
             if lost > 0 || alive < PODS {
                 render::print(&format!("{rows}"))?;
                 bail!(

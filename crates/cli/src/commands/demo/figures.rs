@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use sandboxer_command::progress;
 use sandboxer_probe::{
+    document::{Table, mb, ms},
     idle::Windows,
     memory::Sweep,
     ratio::Ratio,
@@ -16,7 +17,7 @@ use sandboxer_probe::{
 };
 
 use super::{Demo, REFILL, cdf, heading};
-use crate::{commands::tables, render};
+use crate::render;
 
 impl Demo<'_> {
     /// Starts pods one after the other on each start path, alternating with the baseline, then a group at once.
@@ -55,16 +56,16 @@ impl Demo<'_> {
         let mut store =
             self.args.output.as_ref().map(|dir| Store::create(&dir.join("memory"))).transpose()?;
         let (report, _) = self.bench.memory(&sweep, store.as_mut(), self.cancel, &mut |_| ()).await?;
-        let mut rows = tables::table(&["handler", "pods", "management MB", "everything MB"], 1);
+        let mut rows = Table::new(1, ["handler", "pods", "management MB", "everything MB"]);
         for row in &report.memory {
-            let (management, total) = (tables::mb(row.management_pss_kib), tables::mb(row.total_pss_kib));
-            rows.add_row([row.runtime.clone(), row.pods.to_string(), management, total]);
+            let (management, total) = (mb(row.management_pss_kib), mb(row.total_pss_kib));
+            rows.row([row.runtime.clone(), row.pods.to_string(), management, total]);
         }
         render::print(&format!("{rows}"))?;
         for (runtime, each) in &report.marginal_kib_per_pod {
             render::print(&format!(
                 "{runtime}: each further pod costs {} MB, {:.2} MB of it management",
-                tables::mb(each.total),
+                mb(each.total),
                 each.management / 1024.0
             ))?;
         }
@@ -113,11 +114,10 @@ impl Demo<'_> {
         runtimes
     }
 
-    fn table(&self, paths: &[String], samples: &[Sample]) -> comfy_table::Table {
+    fn table(&self, paths: &[String], samples: &[Sample]) -> Table {
         let unit = self.bench.clock.ms();
         let over = format!("÷ {}", self.args.baseline);
-        let mut rows =
-            tables::table(&["handler", "at once", "n", &format!("median, {unit}"), "range", &over], 1);
+        let mut rows = Table::new(1, ["handler", "at once", "n", &format!("median, {unit}"), "range", &over]);
         for mode in [Mode::Serial, Mode::Parallel] {
             for path in paths {
                 let times = times(samples, path, mode);
@@ -127,12 +127,12 @@ impl Demo<'_> {
                 }
                 let baseline = self::times(samples, &self.args.baseline, mode);
                 let ratio = Ratio::of_few(&times, &baseline).filter(|_| *path != self.args.baseline);
-                rows.add_row([
+                rows.row([
                     path.clone(),
                     if mode == Mode::Serial { "1".to_owned() } else { times.len().to_string() },
                     times.len().to_string(),
-                    tables::ms(summary.p50_ms),
-                    format!("{}–{}", tables::ms(summary.min_ms), tables::ms(summary.max_ms)),
+                    ms(summary.p50_ms),
+                    format!("{}–{}", ms(summary.min_ms), ms(summary.max_ms)),
                     ratio.map_or_else(|| "–".to_owned(), |ratio| format!("{:.2}", ratio.p50)),
                 ]);
             }

@@ -5,14 +5,16 @@ use std::collections::BTreeSet;
 use anyhow::{Result, bail};
 use sandboxer_probe::{
     attribution::Role,
+    document::{Document, terminal},
     ledger::{self, Ledger},
     measure::Bench,
+    present,
     runtime::Listed,
     timeline::{self, RUN_LABEL, Recipe},
 };
 
 use super::{Demo, heading};
-use crate::{commands::tables, render};
+use crate::render;
 
 impl Demo<'_> {
     /// Starts a pod; shows its log, its kernel, its processes and the host's processes that work for it.
@@ -51,7 +53,9 @@ impl Demo<'_> {
 
         let mine = |pod: &Listed| pod.labels.get(RUN_LABEL) == Some(&recipe.run);
         let ledger = ledger::take(&bench.runtime, mine, &BTreeSet::new()).await?;
-        render::print(&format!("\n{}", tables::ledger(&self.args.runtime, &ledger)))?;
+        let processes =
+            Document { parts: present::ledger(&self.args.runtime, &ledger), ..Document::default() };
+        render::print(&format!("\n{}\n", terminal::render(&processes)))?;
         Ok(render::print(&format!(
             "{} VMM, {} shims, {} pause containers, and one daemon for all pods of the node",
             count(&ledger, Role::Vmm),

@@ -1,6 +1,6 @@
 //! Resource limits of containers, checked against the size of their VM.
 
-use std::{fs, io};
+use std::{fs, io, ops::RangeInclusive};
 
 use libcontainer::oci_spec::runtime::LinuxResources;
 use sandboxer_protocol::agent::PodLimits;
@@ -13,6 +13,10 @@ use crate::{
 
 /// The period of a CPU quota without one, µs: the kernel's default.
 const PERIOD_US: u64 = 100_000;
+/// The periods that the kernel takes, µs.
+const PERIODS_US: RangeInclusive<u64> = 1_000..=1_000_000;
+/// The least quota that the kernel takes, µs.
+const LEAST_QUOTA_US: u64 = 1_000;
 
 /// The limits of a container, or of all containers; `None` means not specified.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -58,25 +62,24 @@ fn specified(number: i64) -> Option<Option<u64>> {
 }
 
 impl Limits {
-    /// Returns the limits of a pod.
-    pub fn of_pod(limits: &PodLimits) -> Self {
-        let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
-        Self {
-            cpu: specified(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
+    /// Returns the limits of a pod. Rejects those that the kernel does not take.
+    pub fn of_pod(limits: &PodLimits) -> Result<Self, Failure> {
+        let quota = specified(limits.cpu_quota_us);
+        Ok(Self {
+            cpu: quota.map(|quota_us| Cpu::new(quota_us, limits.cpu_period_us)).transpose()?,
             memory: specified(limits.memory_bytes).map(Bytes),
             processes: specified(limits.processes).map(Processes),
-        }
+        })
     }
 
-    /// Returns the limits in OCI's resources.
-    pub fn of_container(resources: &LinuxResources) -> Self {
+    /// Returns the limits in OCI's resources. Rejects those that the kernel does not take.
+    pub fn of_container(resources: &LinuxResources) -> Result<Self, Failure> {
         let cpu = resources.cpu().as_ref();
         let quota = cpu.and_then(|cpu| cpu.quota()).and_then(specified);
-        let period_us = cpu.and_then(|cpu| cpu.period()).unwrap_or(PERIOD_US);
+        let of = Cpu::new(quota.flatten(), cpu.and_then(|cpu| cpu.period()).unwrap_or_default())?;
         let memory = resources.memory().and_then(|memory| memory.limit()).and_then(specified);
-        let cpu = quota.map(|quota_us| Cpu { quota_us, period_us });
         // The runtime limits the container's processes.
-        Self { cpu, memory: memory.map(Bytes), processes: None }
+        Ok(Self { cpu: quota.map(|_| of), memory: memory.map(Bytes), processes: None })
     }
 
     /// Rejects limits of `group` that exceed the VM's current size and were raised. A limit that already exceeds it may
@@ -151,6 +154,25 @@ impl Limits {
 }
 
 impl Cpu {
+    /// Returns a quota per period, 0 for the kernel's default period. Rejects what the kernel does not take.
+    fn new(quota_us: Option<u64>, period_us: u64) -> Result<Self, Failure> {
+        let period_us = if period_us == 0 { PERIOD_US } else { period_us };
+        if !PERIODS_US.contains(&period_us) {
+            let (least, most) = (PERIODS_US.start(), PERIODS_US.end());
+            return Err(Failure::invalid(format!(
+                "a CPU period of {period_us} µs: the kernel takes {least} to {most} µs"
+            )));
+        }
+        if let Some(quota_us) = quota_us
+            && quota_us < LEAST_QUOTA_US
+        {
+            return Err(Failure::invalid(format!(
+                "a CPU quota of {quota_us} µs: the kernel takes {LEAST_QUOTA_US} µs or more"
+            )));
+        }
+        Ok(Self { quota_us, period_us })
+    }
+
     /// Parses the format of `cpu.max`.
     fn of(text: &str) -> Option<Self> {
         let (quota, period) = text.trim().split_once(' ')?;
@@ -181,11 +203,13 @@ fn too_much(asked: &str, has: &str) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::failure::Kind;
 
     const GUEST: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
 
     fn of_pod(cpu_quota_us: i64, cpu_period_us: u64, memory_bytes: i64) -> Limits {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
+            .unwrap()
     }
 
     /// Returns a control group with these limits.
@@ -200,14 +224,37 @@ mod tests {
         assert_eq!(of_pod(0, 50_000, 0).files(), []);
         let files = of_pod(-1, 0, -1).files();
         assert_eq!(files, [("cpu.max", "max 100000".to_owned()), ("memory.max", "max".to_owned())]);
-        let few = Limits::of_pod(&PodLimits { processes: 100, ..Default::default() });
+        let few = Limits::of_pod(&PodLimits { processes: 100, ..Default::default() }).unwrap();
         assert_eq!(few.files(), [("pids.max", "100".to_owned())]);
         let files = of_pod(150_000, 50_000, 64 << 20).files();
         assert_eq!(files, [("cpu.max", "150000 50000".to_owned()), ("memory.max", "67108864".to_owned())]);
         let oci =
             serde_json::json!({"cpu": {"quota": 150_000, "period": 50_000}, "memory": {"limit": 64 << 20}});
         let oci: LinuxResources = serde_json::from_value(oci).unwrap();
-        assert_eq!(Limits::of_container(&oci), of_pod(150_000, 50_000, 64 << 20));
+        assert_eq!(Limits::of_container(&oci), Ok(of_pod(150_000, 50_000, 64 << 20)));
+    }
+
+    #[test]
+    fn what_the_kernel_does_not_take_is_the_callers_fault() {
+        let of = |cpu: serde_json::Value| {
+            let resources: LinuxResources =
+                serde_json::from_value(serde_json::json!({ "cpu": cpu })).unwrap();
+            Limits::of_container(&resources)
+        };
+        let refused = [
+            (serde_json::json!({"quota": 1}), "a CPU quota of 1 µs"),
+            (serde_json::json!({"quota": 999, "period": 1000}), "a CPU quota of 999 µs"),
+            (serde_json::json!({"period": 999}), "a CPU period of 999 µs"),
+            (serde_json::json!({"quota": -1, "period": 1_000_001}), "a CPU period of 1000001 µs"),
+        ];
+        for (cpu, words) in refused {
+            let failure = of(cpu).unwrap_err();
+            assert!(failure.kind == Kind::InvalidArgument && failure.message.starts_with(words), "{failure}");
+        }
+        of(serde_json::json!({"quota": 1000, "period": 1_000_000})).unwrap();
+        of(serde_json::json!({"quota": -1, "period": 0})).unwrap();
+        let pod = PodLimits { cpu_quota_us: 1, ..Default::default() };
+        assert_eq!(Limits::of_pod(&pod).unwrap_err().kind, Kind::InvalidArgument);
     }
 
     #[test]

@@ -1,19 +1,26 @@
 //! Operations of libcontainer. All functions here except [`start`] block and run in a worker.
 
 use std::{
+    error::Error as _,
     fs,
     os::{fd::OwnedFd, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
 };
 
-use libcgroups::common::{CgroupManager as _, ControllerOpt};
+use libcgroups::{
+    common::{CgroupManager as _, ControllerOpt, WrappedIoError},
+    v2::manager::V2ManagerError,
+};
 use libcontainer::{
     capabilities::CapabilityExt as _,
     container::{Container, ContainerStatus, builder::ContainerBuilder},
     oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities, LinuxResources, Process, Spec},
     syscall::syscall::SyscallType,
 };
-use nix::sys::stat::{Mode, SFlag, mknod};
+use nix::{
+    errno::Errno,
+    sys::stat::{Mode, SFlag, mknod},
+};
 use pathrs::Root;
 use sandboxer_protocol::id::ContainerId;
 
@@ -93,7 +100,7 @@ pub fn create(
 ) -> Result<i32, Failure> {
     let mut spec = spec::parse(json)?;
     if let Some(resources) = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref()) {
-        Limits::of_container(resources).check_new(&Cgroup::of_all(), GuestSize::this())?;
+        Limits::of_container(resources)?.check_new(&Cgroup::of_all(), GuestSize::this())?;
     }
     let dir = Dir::of(id);
     dir.assemble(plan)?;
@@ -234,7 +241,7 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     })?;
     spec::fit_resources(&mut resources);
     Limits::of_container(&resources)
-        .check(&Cgroup::of(id), GuestSize::this())
+        .and_then(|limits| limits.check(&Cgroup::of(id), GuestSize::this()))
         .map_err(|failure| Failure::new(failure.kind, format!("container {id}: {failure}")))?;
     let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
         .map_err(internal("cannot open the control group"))?;
@@ -244,7 +251,32 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
         oom_score_adj: None,
         freezer_state: None,
     };
-    manager.apply(&changes).map_err(internal("cannot apply resources"))
+    manager.apply(&changes).map_err(|error| {
+        let kind = if is_of_value(&error) { Kind::InvalidArgument } else { Kind::Internal };
+        Failure::caused(kind, format!("container {id}: cannot apply resources"), &error)
+    })
+}
+
+/// Returns whether the kernel, or the runtime, does not take a value: the caller's fault.
+fn is_of_value(error: &V2ManagerError) -> bool {
+    use V2ManagerError as E;
+    let is_refused = |error: &WrappedIoError| {
+        let number = error.inner().raw_os_error().map(Errno::from_raw);
+        matches!(number, Some(Errno::EINVAL | Errno::ERANGE | Errno::EDOM | Errno::EOPNOTSUPP))
+    };
+    match error {
+        E::CpuSetController(error) | E::PidsController(error) => is_refused(error),
+        E::CpuController(_)
+        | E::HugeTlbController(_)
+        | E::IoController(_)
+        | E::MemoryController(_)
+        | E::UnifiedController(_) => {
+            // What is not the kernel's answer is the runtime's own.
+            let cause = error.source().and_then(|cause| cause.downcast_ref());
+            cause.is_none_or(is_refused)
+        }
+        _ => false,
+    }
 }
 
 fn builder(
@@ -356,4 +388,41 @@ pub fn check_paths<'a>(paths: impl IntoIterator<Item = &'a str>) -> Result<(), F
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    /// Returns what a control group without files answers.
+    fn answer(resources: serde_json::Value) -> V2ManagerError {
+        let dir = tempfile::tempdir().unwrap();
+        let group = libcgroups::v2::manager::Manager::new(dir.path().to_owned(), "/c".into()).unwrap();
+        let resources: LinuxResources = serde_json::from_value(resources).unwrap();
+        let changes = ControllerOpt {
+            resources: &resources,
+            disable_oom_killer: false,
+            oom_score_adj: None,
+            freezer_state: None,
+        };
+        group.apply(&changes).unwrap_err()
+    }
+
+    #[test]
+    fn a_value_that_the_kernel_or_the_runtime_refuses_is_the_callers_fault() {
+        let wrote = |errno: Errno| WrappedIoError::Write {
+            err: io::Error::from(errno),
+            path: "/sys/fs/cgroup/c/pids.max".into(),
+            data: "1".to_owned(),
+        };
+        assert!(is_of_value(&V2ManagerError::PidsController(wrote(Errno::EINVAL))));
+        assert!(is_of_value(&V2ManagerError::CpuSetController(wrote(Errno::ERANGE))));
+        assert!(is_of_value(&answer(serde_json::json!({"memory": {"limit": -5}}))));
+        assert!(!is_of_value(&V2ManagerError::PidsController(wrote(Errno::EIO))));
+        assert!(!is_of_value(&V2ManagerError::WrappedIo(wrote(Errno::EINVAL))));
+        // No such file: the group is gone.
+        assert!(!is_of_value(&answer(serde_json::json!({"cpu": {"quota": 1000, "period": 1000}}))));
+    }
 }

@@ -40,6 +40,11 @@ fn refuse(failure: Failure) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, failure.message))
 }
 
+fn limits_of(limits: Option<&wire::PodLimits>) -> Response<Limits> {
+    let limits = limits.map(Limits::of_pod).transpose().map_err(refuse)?;
+    Ok(limits.unwrap_or_default())
+}
+
 #[async_trait]
 impl Agent for Service {
     async fn configure_pod(
@@ -56,7 +61,7 @@ impl Agent for Service {
             host_sysctls: request.host_sysctls,
             interfaces: request.interfaces,
             removes_other_cards: request.removes_other_cards,
-            limits: request.limits.as_ref().map(Limits::of_pod).unwrap_or_default(),
+            limits: limits_of(request.limits.as_ref())?,
         };
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
             Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
@@ -75,7 +80,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::UpdatePodRequest,
     ) -> Response<wire::UpdatePodResponse> {
-        let limits = request.limits.as_ref().map(Limits::of_pod).unwrap_or_default();
+        let limits = limits_of(request.limits.as_ref())?;
         pod::update(&limits).map_err(refuse)?;
         Ok(wire::UpdatePodResponse::default())
     }

@@ -26,7 +26,7 @@ use sandboxer_e2e::stack::Stack;
 use tokio::runtime::Runtime;
 
 /// Longest time of a program: emulated guests run a tenth as fast as the host, beside others.
-const LIMIT: Duration = Duration::from_secs(600);
+const LIMIT: Duration = Duration::from_secs(1200);
 
 /// Programs at once: each guest keeps about one core busy.
 const AT_ONCE: usize = 2;
@@ -205,7 +205,15 @@ impl Suite {
         println!("{}: runc {}, {} {}", program.name, runc.told(), self.subject, ours.told());
         let errors = row.errors.join("\n");
         let is_fine = row.errors.is_empty();
-        self.rows.lock().unwrap_or_else(PoisonError::into_inner).push(row);
+        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        // Now, so that a run that is ended early has told what it knows.
+        if let Some(document) = std::env::var_os("SANDBOXER_E2E_TABLE")
+            && self.subject == "sandboxer"
+        {
+            put_into(document.as_ref(), std::slice::from_ref(&row))?;
+        }
+        rows.push(row);
+        drop(rows);
         ensure!(is_fine, "{errors}\n--- runc\n{}--- {}\n{}", runc.all(), self.subject, ours.all());
         Ok(())
     }
@@ -239,15 +247,10 @@ impl Suite {
         Ok(())
     }
 
-    /// Writes the table, and takes the stack down.
+    /// Takes the stack down.
     fn down(self) -> Result<()> {
-        let Self { subject, runtime, stack, cri, rows, hierarchies, .. } = self;
+        let Self { runtime, stack, cri, rows, hierarchies, .. } = self;
         let rows = rows.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if let Some(document) = std::env::var_os("SANDBOXER_E2E_TABLE")
-            && subject == "sandboxer"
-        {
-            put_into(document.as_ref(), &rows)?;
-        }
         let hierarchies = hierarchies.into_inner().unwrap_or_else(PoisonError::into_inner);
         let mut left = runtime.block_on(stack.left())?;
         left.extend(

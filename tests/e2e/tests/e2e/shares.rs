@@ -18,8 +18,8 @@ crate::cases![
     Any: live_both_ways, read_only_stays_as_it_is, read_only_as_deep_as_asked,
         single_file, owners_and_modes, renamed_and_removed_while_open,
         large_file, copied_to_the_log, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
-        what_is_not_there, unmounted_after_it_was_read, hundreds_of_mounts, files_of_the_kernel,
-        what_programs_do_to_files, directory_of_another_user, twenty_thousand_files;
+        what_is_not_there, unmounted_after_it_was_read, a_thousand_mounts, files_of_the_kernel,
+        what_programs_do_to_files, directory_of_another_user, a_hundred_thousand_files;
     Vm: copied_from_the_input;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
         killed_during_io, read_on_while_the_worker_is_dead
@@ -336,14 +336,32 @@ async fn unmounted_after_it_was_read(case: Case) -> Result<()> {
     Ok(())
 }
 
-async fn hundreds_of_mounts(case: Case) -> Result<()> {
+/// Mounts come and go below a volume while the pod reads all that there are.
+async fn a_thousand_mounts(case: Case) -> Result<()> {
+    const MOUNTS: usize = 1000;
     let volume = Volume::new()?;
     let container = volume.container(&case).await?;
-    let read = async || container.sh("cat /data/*/file | wc -l").await;
-    (0..300).try_for_each(|n| volume.fill(&format!("m{n}")))?;
-    eventually("300 mounts", PATIENCE, || async { Ok((read().await? == "300").then_some(())) }).await?;
-    (300..330).try_for_each(|n| volume.fill(&format!("m{n}")))?;
-    eventually("30 more", PATIENCE, || async { Ok((read().await? == "330").then_some(())) }).await
+    container.sh("while :; do cat /data/*/file; sleep 1; done >/dev/null 2>&1 &").await?;
+    let all_are_read = async |count: usize| {
+        eventually(&format!("{count} mounts"), PATIENCE, || async {
+            let read = container.sh("cat /data/*/file 2>/dev/null | wc -l").await?;
+            Ok((read == count.to_string()).then_some(()))
+        })
+        .await
+    };
+    (0..MOUNTS).try_for_each(|n| volume.fill(&format!("m{n}")))?;
+    all_are_read(MOUNTS).await?;
+    for n in 0..MOUNTS {
+        let mount = volume.below(&format!("m{n}"));
+        eventually(&format!("unmount of {}", mount.display()), PATIENCE, || async {
+            Ok(umount2(&mount, MntFlags::empty()).ok())
+        })
+        .await?;
+        std::fs::remove_dir(&mount)?;
+    }
+    all_are_read(0).await?;
+    (MOUNTS..MOUNTS + 30).try_for_each(|n| volume.fill(&format!("m{n}")))?;
+    all_are_read(30).await
 }
 
 /// Files of the kernel, whose size is 0, or a page.
@@ -401,9 +419,9 @@ async fn directory_of_another_user(case: Case) -> Result<()> {
 }
 
 /// However few files the host lets a process open.
-async fn twenty_thousand_files(case: Case) -> Result<()> {
+async fn a_hundred_thousand_files(case: Case) -> Result<()> {
     let host = host()?;
-    for directory in 0..20 {
+    for directory in 0..100 {
         let directory = host.path().join(directory.to_string());
         std::fs::create_dir(&directory)?;
         (0..1000).try_for_each(|n| std::fs::write(directory.join(n.to_string()), ""))?;
@@ -419,10 +437,11 @@ async fn twenty_thousand_files(case: Case) -> Result<()> {
             rustix::process::prlimit(server, rustix::process::Resource::Nofile, few)?;
         }
     }
-    // Attributes of each file are looked up.
-    let seen = container.sh("ls -lR /data | grep -c ^-; cat /data/0/0; echo x >/data/19/new").await?;
-    ensure!(seen == "20000\nthe first", "{seen}");
-    ensure!(host.path().join("19/new").exists());
+    // With the directories. Attributes are looked up of each file in twenty of them.
+    let script = "ls -R /data | grep -c '^[0-9][0-9]*$'; ls -lR /data/? /data/1? | grep -c ^-; cat /data/0/0; echo x >/data/99/new";
+    let seen = container.sh(script).await?;
+    ensure!(seen == "100100\n20000\nthe first", "{seen}");
+    ensure!(host.path().join("99/new").exists());
     Ok(())
 }
 

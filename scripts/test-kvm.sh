@@ -7,8 +7,8 @@
 #   contract   the daemon's contract with a VMM, for each VMM
 #   pods       pods through containerd on each VMM: one case of each kind of those in e2e
 #   limits     rate and burst of pods' disks and networks, on each VMM, in virtual time: both exactly
-#   unit       the installed unit under a separate systemd that is process 1; SANDBOXER_E2E_RANDOM_KILLS and UNIT_LIMIT (seconds of the
-#              node's clock) make it longer
+#   unit       the installed unit under a separate systemd that is process 1; SANDBOXER_E2E_RANDOM_KILLS, SANDBOXER_E2E_RANDOM_PODS and
+#              UNIT_LIMIT (seconds) make it longer
 #   landlock   jails on a kernel with a newer Landlock
 #   e2e        pods through containerd on each VMM: all cases with VMM, template, pool, network, volumes, shares, kill -9, recovery
 # (default: all but pods, limits and e2e, which take long.) Runs two nodes at a time if there are processors and memory for them.
@@ -119,10 +119,17 @@ e2e() {
 }
 
 unit() {
-    local kills=()
-    [[ -z ${SANDBOXER_E2E_RANDOM_KILLS:-} ]] || kills=(--env "SANDBOXER_E2E_RANDOM_KILLS=$SANDBOXER_E2E_RANDOM_KILLS")
+    local asked=() name STALL=$STALL
+    for name in SANDBOXER_E2E_RANDOM_KILLS SANDBOXER_E2E_RANDOM_PODS; do
+        [[ -z ${!name:-} ]] || asked+=(--env "$name=${!name}")
+    done
+    # A longer run is one long case, which prints nothing before its end.
+    if [[ -n ${UNIT_LIMIT:-} ]]; then
+        asked+=(--env "SANDBOXER_E2E_LIMIT=$UNIT_LIMIT")
+        STALL=0
+    fi
     in_node unit-qemu "${UNIT_LIMIT:-1500}" --memory 4096 --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm \
-        --env SANDBOXER_E2E_HANDLERS=sandboxer "${kills[@]}" --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
+        --env SANDBOXER_E2E_HANDLERS=sandboxer "${asked[@]}" --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
 }
 
 # Debian 12's own kernel has Landlock version 2. Its backports kernel is for tests that need version 3.

@@ -138,7 +138,7 @@ fn containers(group: &mut Group<'_>, runtime: &Runtime, dir: &Path, of_daemon: &
     };
     let helpers = &of_daemon.volumes.helpers;
     group.bench_function("spec conversion", |b| {
-        b.iter(|| runtime.block_on(spec::read(&pod, &new, helpers)).unwrap());
+        b.iter(|| runtime.block_on(spec::read(&pod, &new, helpers, true)).unwrap());
     });
 
     let lower = dir.join("lower");

@@ -107,7 +107,7 @@ fn gated(rules: &Gate, results: &Results, global: &Global) -> Result<()> {
     let passed = judged.iter().filter(|row| row.verdict.passes()).count();
     let text = format!(
         "{}\n{passed} of {} metrics pass: within {} % of {}, or better",
-        rows.to_string(),
+        rows,
         judged.len(),
         rules.tolerance_percent,
         rules.baseline
@@ -144,8 +144,7 @@ fn rates(rules: &Sla, results: &Results, global: &Global) -> Result<()> {
     }
     let text = format!(
         "{}\nhighest rate per s whose {} keeps the bound; +: the ladder has no higher one. Score: geometric mean",
-        rows.to_string(),
-        rules.latency
+        rows, rules.latency
     );
     let verdicts = Verdicts {
         sheet: &rules.name,
@@ -206,8 +205,7 @@ fn scores_text(scores: &Scores) -> String {
     }
     format!(
         "{}\nscore (percentage of {}); *: by the median, or at an end of the 95 % interval, it is another one",
-        rows.to_string(),
-        scores.baseline
+        rows, scores.baseline
     )
 }
 

@@ -76,7 +76,7 @@ pub struct FakeAgent {
     keeps_time: bool,
     /// The agent speaks the oldest version alone.
     is_older: bool,
-    /// Its identity, as it was told.
+    /// The pod's identity, as the daemon sent it.
     pub identity: Arc<Mutex<wire::ConfigurePodRequest>>,
     /// Specifications of the containers that were created, in their order.
     pub specs: Arc<Mutex<Vec<serde_json::Value>>>,

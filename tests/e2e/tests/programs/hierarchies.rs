@@ -52,6 +52,10 @@ impl Hierarchies {
                 now.0,
                 self.0
             );
+            #[expect(
+                clippy::disallowed_methods,
+                reason = "no event tells that the kernel has let go of a hierarchy"
+            )]
             std::thread::sleep(Duration::from_millis(100));
         }
     }

@@ -338,6 +338,7 @@ fn serve_tasks(
         .connections(lost.clone())
         .map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
     let tasks = Arc::new(TaskService::new(node.clone(), controller));
+    tokio::spawn(tasks.clone().tidy(sandbox_container::SEARCH_INTERVAL));
     Ok(ttrpc_server::serve(connections, task::services(tasks)))
 }
 

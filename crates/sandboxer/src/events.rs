@@ -21,6 +21,8 @@ pub struct Event {
     pub at_ns: u64,
     /// The pod of the event.
     pub pod: SandboxId,
+    /// The pod's names.
+    pub name: Arc<PodName>,
     /// The container of the event; `None`: the pod itself.
     pub container: Option<ContainerId>,
     /// The kind of the event.
@@ -97,6 +99,8 @@ pub struct PodName {
     pub namespace: String,
     pub name: String,
     pub uid: String,
+    /// Whether the pod is one container that Kubernetes does not know: `namespace` is containerd's.
+    pub alone: bool,
 }
 
 /// The channel of events.
@@ -177,6 +181,7 @@ impl Events {
         let _ = self.listeners.send(Event {
             at_ns: now_ns(),
             pod: pod.clone(),
+            name,
             container: container.cloned(),
             kind,
             detail,

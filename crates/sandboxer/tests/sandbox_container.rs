@@ -359,9 +359,10 @@ async fn why_a_pod_cannot_be_made_is_told_and_nothing_is_left() {
     assert_eq!(code, Code::UNAVAILABLE, "{text}");
     assert!(text.contains("cannot ask containerd at") && text.contains("not found"), "{text}");
 
-    let (code, text) = place.create("0e", &place.bundle("0e", json!({}))).await.unwrap_err();
+    let of_no_pod = json!({"io.kubernetes.cri.container-type": "container"});
+    let (code, text) = place.create("0e", &place.bundle("0e", of_no_pod)).await.unwrap_err();
     assert_eq!(code, Code::INVALID_ARGUMENT, "{text}");
-    assert!(text.contains("only containers of CRI have a pod"), "{text}");
+    assert!(text.contains("does not say of which"), "{text}");
     assert!(place.test.node.registry.pods().is_empty());
 }
 

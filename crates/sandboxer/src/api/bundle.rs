@@ -1,13 +1,13 @@
 //! What containerd and the launcher write into a container's bundle about its pod.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs,
     io::{self, Read},
     path::{Path, PathBuf},
 };
 
-use oci_spec::runtime::LinuxResources;
+use oci_spec::runtime::{LinuxResources, Spec};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use serde::{Deserialize, de::DeserializeOwned};
 
@@ -20,8 +20,13 @@ use crate::{
 /// CRI's annotations on a container.
 const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+/// Prefix of the annotations of CRI-O.
+const OF_CRI_O: &str = "io.kubernetes.cri-o.";
 /// Value of [`CONTAINER_TYPE`] for the container that stands for its pod.
 const SANDBOX: &str = "sandbox";
+
+/// Name of containerd's directory of bundles, which has one directory for each namespace.
+const TASKS: &str = "io.containerd.runtime.v2.task";
 
 /// Name of the launcher's file in a bundle.
 const LAUNCHED: &str = "sandboxer.json";
@@ -35,21 +40,15 @@ pub enum Bundle {
     Container(SandboxId),
     /// The sandbox container of a pod, from a containerd without a sandbox controller: the pod itself.
     Sandbox,
+    /// A container that is a pod by itself: no pod of CRI has it.
+    Alone,
 }
 
 /// The fields of `config.json` that are read here.
 #[derive(Debug, Deserialize)]
 struct Annotated {
     #[serde(default)]
-    annotations: Option<Annotations>,
-}
-
-#[derive(Debug, Deserialize)]
-struct Annotations {
-    #[serde(rename = "io.kubernetes.cri.container-type", default)]
-    container_type: String,
-    #[serde(rename = "io.kubernetes.cri.sandbox-id", default)]
-    sandbox_id: String,
+    annotations: Option<HashMap<String, String>>,
 }
 
 /// Returns the purpose of the bundle of `container`. containerd 2.x writes the pod's id into a file; CRI writes it into
@@ -69,16 +68,36 @@ pub fn read(container: &ContainerId, bundle: &Path) -> Result<Bundle, PodError> 
     }
     let config: Annotated =
         json(&path, MAX_SPEC).map_err(|error| invalid(format!("cannot read {path:?}: {error}")))?;
-    match config.annotations {
-        Some(found) if found.container_type == SANDBOX => Ok(Bundle::Sandbox),
-        Some(found) if !found.sandbox_id.is_empty() => {
-            id("sandbox id", &found.sandbox_id).map(Bundle::Container)
-        }
-        _ => Err(invalid(format!(
-            "its annotations have neither {CONTAINER_TYPE:?} = {SANDBOX:?} nor {SANDBOX_ID:?}: only containers of CRI \
-             have a pod (crictl, kubelet)"
+    let annotations = config.annotations.unwrap_or_default();
+    if annotations.keys().any(|name| name.starts_with(OF_CRI_O)) {
+        return Err(invalid(format!(
+            "its annotations {OF_CRI_O}* are CRI-O's, which is not supported: use containerd"
+        )));
+    }
+    match (annotations.get(CONTAINER_TYPE).map(String::as_str), annotations.get(SANDBOX_ID)) {
+        (Some(SANDBOX), _) => Ok(Bundle::Sandbox),
+        (_, Some(pod)) if !pod.is_empty() => id("sandbox id", pod).map(Bundle::Container),
+        (None | Some(""), _) => Ok(Bundle::Alone),
+        (Some(_), _) => Err(invalid(format!(
+            "its annotation {CONTAINER_TYPE:?} makes it a container of a pod, and {SANDBOX_ID:?} does not say of which"
         ))),
     }
+}
+
+/// Returns the specification of a container.
+pub fn spec(container: &ContainerId, bundle: &Path) -> Result<Spec, PodError> {
+    let path = bundle.join("config.json");
+    json(&path, MAX_SPEC).map_err(|error| PodError::Invalid {
+        subject: format!("container {container}"),
+        reason: format!("cannot read {path:?}: {error}"),
+    })
+}
+
+/// Returns the namespace of containerd to which a bundle belongs, by the layout of containerd's directories; `None`: the
+/// bundle is elsewhere.
+pub fn namespace(bundle: &Path) -> Option<&str> {
+    let dir = bundle.parent()?;
+    (dir.parent()?.file_name()? == TASKS).then(|| dir.file_name()?.to_str())?
 }
 
 /// Returns the socket of the containerd that had the launcher start this sandbox container.
@@ -167,11 +186,28 @@ mod tests {
     }
 
     #[test]
-    fn containers_that_no_pod_has_are_refused_by_name() {
+    fn a_container_without_annotations_is_a_pod_by_itself() {
+        for config in [
+            r#"{"ociVersion":"1.0.2"}"#,
+            r#"{"annotations":null}"#,
+            r#"{"annotations":{"io.sandboxer.vcpus":"2"}}"#,
+        ] {
+            assert_eq!(bundle(&[("config.json", config)]).unwrap(), Bundle::Alone, "{config}");
+        }
+        let bundle = Path::new("/run/x/io.containerd.runtime.v2.task/moby/c1");
+        assert_eq!((namespace(bundle), namespace(Path::new("/tmp/moby/c1"))), (Some("moby"), None));
+    }
+
+    #[test]
+    fn containers_that_cannot_be_assigned_are_refused_by_name() {
         for (files, says) in [
             (&[][..], "cannot read"),
             (&[("config.json", "{")], "cannot read"),
-            (&[("config.json", r#"{"ociVersion":"1.0.2"}"#)], "only containers of CRI have a pod"),
+            (
+                &[("config.json", r#"{"annotations":{"io.kubernetes.cri.container-type":"container"}}"#)],
+                "does not say of which",
+            ),
+            (&[("config.json", r#"{"annotations":{"io.kubernetes.cri-o.ContainerID":"x"}}"#)], "CRI-O's"),
             (&[("sandbox", "../x")], "sandbox id is invalid"),
         ] {
             let error = bundle(files).unwrap_err().to_string();

@@ -114,6 +114,7 @@ pub fn pod_spec(
             empty_dir_bytes: space(&asked.annotations, EMPTY_DIR_SIZE).map_err(invalid)?,
         },
         bundle: None,
+        alone: false,
         name: metadata.name,
         namespace: metadata.namespace,
         uid: metadata.uid,

@@ -119,7 +119,7 @@ async fn forward(
 fn envelope(event: &Event, topic: &str, (type_url, value): Message) -> Envelope {
     Envelope {
         timestamp: ttrpc_time(event.at_ns),
-        namespace: NAMESPACE.to_owned(),
+        namespace: if event.name.alone { event.name.namespace.clone() } else { NAMESPACE.to_owned() },
         topic: topic.to_owned(),
         event: MessageField::some(Any { type_url: type_url.to_owned(), value, ..Default::default() }),
         ..Default::default()
@@ -220,15 +220,18 @@ fn packed(name: &'static str, message: &impl protobuf::Message) -> Message {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use containerd_shim_protos::protobuf::Message as _;
 
     use super::*;
-    use crate::events::TaskDetail;
+    use crate::events::{PodName, TaskDetail};
 
     fn event(kind: Kind, container: Option<&str>, task: Option<TaskDetail>) -> Event {
         Event {
             at_ns: 1_500_000_000,
             pod: "p".parse().unwrap(),
+            name: Arc::default(),
             container: container.map(|id| id.parse().unwrap()),
             kind,
             detail: String::new(),
@@ -268,6 +271,20 @@ mod tests {
         let (_, (_, bytes)) = task_events(&event(Kind::ExecCreated, Some("c"), Some(of_exec))).remove(0);
         let added = TaskExecAdded::parse_from_bytes(&bytes).unwrap();
         assert_eq!((added.container_id.as_str(), added.exec_id.as_str()), ("c", "e"));
+    }
+
+    #[test]
+    fn events_go_to_the_namespace_of_the_container() {
+        let of = |name: PodName| {
+            let event = Event { name: Arc::new(name), ..event(Kind::ContainerPaused, Some("c"), None) };
+            envelope(&event, "/tasks/paused", ("x", Vec::new())).namespace
+        };
+        assert_eq!(
+            of(PodName { namespace: "web".into(), ..PodName::default() }),
+            "k8s.io",
+            "Kubernetes' own"
+        );
+        assert_eq!(of(PodName { namespace: "moby".into(), alone: true, ..PodName::default() }), "moby");
     }
 
     #[test]

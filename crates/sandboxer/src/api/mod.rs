@@ -1,6 +1,7 @@
 //! The API: converts wire types to typed requests, and errors to the status codes that callers expect.
 
 pub mod admin;
+mod alone;
 mod bundle;
 mod containerd;
 pub(crate) mod convert;

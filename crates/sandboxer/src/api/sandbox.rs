@@ -70,6 +70,29 @@ impl SandboxService {
         bundle: Option<&Path>,
         by: Option<i32>,
     ) -> Result<PodHandle, Status> {
+        let spec = self.spec(request, bundle, by)?;
+        let pod = self.insert(spec)?;
+        self.starts.created(pod.clone());
+        Ok(pod)
+    }
+
+    /// Creates the pod of one container that no pod of CRI has, with this `bundle`. Its caller starts it.
+    pub(super) fn make_alone(
+        &self,
+        request: &ControllerCreateRequest,
+        bundle: &Path,
+        by: Option<i32>,
+    ) -> Result<PodHandle, PodError> {
+        let spec = self.spec(request, Some(bundle), by)?;
+        self.insert(PodSpec { alone: true, ..spec })
+    }
+
+    fn spec(
+        &self,
+        request: &ControllerCreateRequest,
+        bundle: Option<&Path>,
+        by: Option<i32>,
+    ) -> Result<PodSpec, PodError> {
         let config = &self.node.config.containers;
         let spec = pod_spec(request, &self.node.config, &self.node.cgroups)?;
         let mut spec = PodSpec {
@@ -77,7 +100,8 @@ impl SandboxService {
             rlimits: of_node::rlimits(by, config, &spec.node_sysctls),
             ..spec
         };
-        // The sysctls that containerd adds to CRI's. With a sandbox container, they are in its specification.
+        // The sysctls that containerd adds to CRI's. With a container that stands for the pod, they are in its
+        // specification.
         let added = match bundle {
             Some(bundle) => bundle::sysctls(bundle),
             None if spec.netns.is_some() => config.sysctls.clone(),
@@ -86,6 +110,10 @@ impl SandboxService {
         for (name, value) in added {
             spec.sysctls.entry(name).or_insert(value);
         }
+        Ok(spec)
+    }
+
+    fn insert(&self, spec: PodSpec) -> Result<PodHandle, PodError> {
         let sandbox = spec.id.clone();
         let status = PodStatus::created(now_ns());
         let node = self.node.clone();
@@ -94,7 +122,6 @@ impl SandboxService {
             .registry
             .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))?;
         self.node.events.pod(&sandbox, Kind::PodCreated, "");
-        self.starts.created(pod.clone());
         Ok(pod)
     }
 

@@ -77,7 +77,7 @@ impl SandboxContainers {
     /// Returns the pod behind a sandbox container; `None` for any other id.
     pub fn pod(&self, id: &str) -> Option<PodHandle> {
         let pod = self.node.registry.pod(&id.parse().ok()?).ok()?;
-        pod.bundle().is_some().then_some(pod)
+        (pod.bundle().is_some() && !pod.is_alone()).then_some(pod)
     }
 
     /// Creates and starts the pod. `again`: whether an earlier worker may have done it. Returns the VMM's PID.
@@ -226,8 +226,8 @@ impl SandboxContainers {
     }
 }
 
-/// Removes pods whose sandbox containers containerd removed while no daemon responded. Runs as long as the daemon, and
-/// searches every `interval`.
+/// Removes pods whose sandbox containers, or only containers, containerd removed while no daemon responded. Runs as long
+/// as the daemon, and searches every `interval`.
 pub async fn remove_abandoned(node: Arc<DaemonState>, interval: Duration) {
     let mut search = tokio::time::interval(interval);
     let mut looks: HashMap<ContainerId, Looks> = HashMap::new();
@@ -239,7 +239,7 @@ pub async fn remove_abandoned(node: Arc<DaemonState>, interval: Duration) {
             let mut look = earlier.remove(pod.id()).unwrap_or_default();
             look.at(&pod, bundle).await;
             if look.missing >= LOOKS && is_forgotten(&node, &pod, bundle, look.containerd.as_deref()).await {
-                tracing::info!(pod = %pod.id(), "removing: containerd has removed its sandbox container");
+                tracing::info!(pod = %pod.id(), "removing: containerd has removed the container that stands for it");
                 if let Err(error) = pod.remove().await
                     && !matches!(error, PodError::Gone(_))
                 {

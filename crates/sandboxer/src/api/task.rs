@@ -1,7 +1,8 @@
 //! containerd's task service: the containers of all pods, on one socket. Pods created by a containerd without a sandbox
-//! controller have a sandbox container, too: [`SandboxContainers`].
+//! controller have a sandbox container, too: [`SandboxContainers`]. Containers that no pod of CRI has are pods by
+//! themselves: [`Alone`].
 
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{collections::HashMap, path::Path, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use containerd_shim_protos::{
@@ -26,6 +27,7 @@ use ttrpc::{
 };
 
 use super::{
+    alone::{Alone, Waiting},
     bundle::{self, Bundle},
     convert::{id, optional_id, ttrpc_status, ttrpc_time},
     sandbox::SandboxService,
@@ -56,6 +58,7 @@ pub fn services(tasks: Arc<TaskService>) -> HashMap<String, Service> {
 pub struct TaskService {
     node: Arc<DaemonState>,
     sandboxes: SandboxContainers,
+    alone: Arc<Alone>,
 }
 
 /// Metadata key of containerd's namespace.
@@ -66,11 +69,41 @@ const CRI_NAMESPACE: &str = "k8s.io";
 impl TaskService {
     /// Creates the service for the pods of `node`, which `controller` serves.
     pub fn new(node: Arc<DaemonState>, controller: Arc<SandboxService>) -> Self {
-        Self { sandboxes: SandboxContainers::new(node.clone(), controller), node }
+        let alone = Arc::new(Alone::new(node.clone(), controller.clone()));
+        Self { sandboxes: SandboxContainers::new(node.clone(), controller), alone, node }
+    }
+
+    /// Removes what is left of containers that containerd has removed. Runs as long as the daemon, and searches every
+    /// `interval`.
+    pub async fn tidy(self: Arc<Self>, interval: Duration) {
+        self.alone.tidy(interval).await;
     }
 
     fn pod_of(&self, container: &ContainerId) -> std::result::Result<PodHandle, PodError> {
         self.node.registry.pod_of(container)
+    }
+
+    /// Returns the container that waits for its start, if the request is about its init.
+    fn waiting(&self, container: &str, exec: &str) -> Option<Arc<Waiting>> {
+        self.alone.waiting(container).filter(|_| exec.is_empty())
+    }
+
+    /// Returns an error if a container of another of containerd's namespaces has this id: containerd has the launcher
+    /// remove a container also if it could not be created, because its id was taken.
+    async fn is_of_the_caller(&self, context: &TtrpcContext, container: &str) -> Result<()> {
+        let Some(asked) = context.metadata.get(NAMESPACE).and_then(|values| values.first()) else {
+            return Ok(());
+        };
+        let of = id("container id", container)?;
+        let is_theirs = match (self.alone.waiting(container), self.pod_of(&of)) {
+            (Some(waiting), _) => waiting.is_of(Some(asked)),
+            (None, Ok(pod)) => match pod.process(of.clone(), None).await {
+                Ok(view) => bundle::namespace(&view.bundle).is_none_or(|namespace| namespace == asked),
+                Err(_) => true,
+            },
+            (None, Err(_)) => true,
+        };
+        if is_theirs { Ok(()) } else { Err(PodError::NoContainer(of).into()) }
     }
 
     /// Returns whether the request may be a repetition: an earlier worker may have executed it.
@@ -95,16 +128,8 @@ impl TaskService {
         sandbox: SandboxId,
         request: CreateTaskRequest,
     ) -> std::result::Result<PodHandle, PodError> {
-        if !request.checkpoint.is_empty() {
-            let text = format!(
-                "container {container}: a pod with its own kernel cannot be restored from a checkpoint"
-            );
-            return Err(PodError::Unsupported(text));
-        }
+        check(&container, &request)?;
         let pod = self.node.registry.pod(&sandbox)?;
-        if let Some(asked) = bundle::resources(Path::new(&request.bundle)) {
-            resources::check(&container, &asked)?;
-        }
         self.node.registry.insert_container(&container, &sandbox)?;
         let new = NewContainer {
             id: container.clone(),
@@ -129,6 +154,17 @@ impl TaskService {
         created.map(|()| pod)
     }
 
+    fn create_alone(
+        &self,
+        container: &ContainerId,
+        request: &CreateTaskRequest,
+        namespace: &str,
+        again: bool,
+    ) -> std::result::Result<u32, PodError> {
+        check(container, request)?;
+        self.alone.create(container, request, namespace, again)
+    }
+
     async fn process(
         &self,
         container: &str,
@@ -139,6 +175,19 @@ impl TaskService {
         let pod = self.pod_of(&of)?;
         let view = pod.process(of, exec).await?;
         Ok((pod, view))
+    }
+}
+
+/// Checks what the request for a container asks for, before anything is created.
+fn check(container: &ContainerId, request: &CreateTaskRequest) -> std::result::Result<(), PodError> {
+    if !request.checkpoint.is_empty() {
+        let text =
+            format!("container {container}: a pod with its own kernel cannot be restored from a checkpoint");
+        return Err(PodError::Unsupported(text));
+    }
+    match bundle::resources(Path::new(&request.bundle)) {
+        Some(asked) => resources::check(container, &asked),
+        None => Ok(()),
     }
 }
 
@@ -167,10 +216,15 @@ impl TaskService {
             return Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() });
         }
         let of = id("container id", &request.id)?;
+        let namespace = context.metadata.get(NAMESPACE).and_then(|values| values.first());
+        let namespace = namespace.map_or(CRI_NAMESPACE, String::as_str);
         match bundle::read(&of, Path::new(&request.bundle))? {
+            Bundle::Alone => {
+                let pid = self.create_alone(&of, &request, namespace, Self::again(context));
+                let pid = pid.map_err(|error| refused(error.into()))?;
+                Ok(CreateTaskResponse { pid, ..Default::default() })
+            }
             Bundle::Sandbox => {
-                let namespace = context.metadata.get(NAMESPACE).and_then(|values| values.first());
-                let namespace = namespace.map_or(CRI_NAMESPACE, String::as_str);
                 let pid = self.sandboxes.create(&of, &request, namespace, Self::again(context)).await;
                 let pid = pid.map_err(|status| refused(ttrpc_status(&status)))?;
                 Ok(CreateTaskResponse { pid, ..Default::default() })
@@ -189,6 +243,14 @@ impl TaskService {
             let pid = self.sandboxes.started(&pod)?;
             return Ok(StartResponse { pid, ..Default::default() });
         }
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            let (alone, again) = (self.alone.clone(), Self::again(context));
+            // A caller that gives up must not leave half of it.
+            let started = tokio::spawn(async move { alone.start(&waiting, again).await }).await;
+            let started = started.map_err(|error| ttrpc::Error::Others(error.to_string()))?;
+            let pod = started.map_err(|error| refused(error.into()))?;
+            return Ok(StartResponse { pid: pod.status().vmm_pid, ..Default::default() });
+        }
         let of = id("container id", &request.id)?;
         let pod = self.pod_of(&of)?;
         let exec = optional_id("exec id", &request.exec_id)?;
@@ -204,6 +266,11 @@ impl TaskService {
             no_exec(&pod, &request.exec_id)?;
             let killed = self.sandboxes.kill(&pod, &request).await;
             return killed.map(|()| Empty::new()).map_err(|status| ttrpc_status(&status));
+        }
+        self.is_of_the_caller(context, &request.id).await?;
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            let killed = self.alone.kill(&waiting, request.signal).await;
+            return Ok(killed.map(|()| Empty::new())?);
         }
         if let Some(of) = self.unknown(&request.id)
             && self.sandboxes.kill_held(&of).await.map_err(|status| ttrpc_status(&status))?
@@ -234,6 +301,10 @@ impl TaskService {
             no_exec(&pod, &request.exec_id)?;
             return self.sandboxes.delete(&pod).await.map_err(|status| ttrpc_status(&status));
         }
+        self.is_of_the_caller(context, &request.id).await?;
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            return Ok(self.alone.delete(&waiting)?);
+        }
         self.not_held(&request.id).await?;
         let of = id("container id", &request.id)?;
         let exec = optional_id("exec id", &request.exec_id)?;
@@ -248,6 +319,11 @@ impl TaskService {
             }
             deleted => deleted?,
         };
+        // The id of such a pod is its container's.
+        let alone = self.node.registry.pod(&of).ok().filter(|pod| pod.is_alone() && exec.is_none());
+        if let Some(pod) = alone {
+            self.alone.deleted(&pod).await?;
+        }
         Ok(DeleteResponse {
             pid,
             exit_status: exit.code,
@@ -280,6 +356,7 @@ impl Task for TaskService {
 
     async fn exec(&self, context: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
         self.nothing_runs_in_it("exec", &request.id)?;
+        self.has_started("exec in it", &request.id)?;
         let of = id("container id", &request.id)?;
         let exec = id("exec id", &request.exec_id)?;
         let pod = self.pod_of(&of)?;
@@ -301,6 +378,9 @@ impl Task for TaskService {
         if let Some(pod) = self.sandboxes.pod(&request.id) {
             no_exec(&pod, &request.exec_id)?;
             return Ok(self.sandboxes.state(&pod));
+        }
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            return Ok(waiting.state());
         }
         self.not_held(&request.id).await?;
         let (pod, view) = self.process(&request.id, &request.exec_id).await?;
@@ -327,6 +407,12 @@ impl Task for TaskService {
         if let Some(pod) = self.sandboxes.pod(&request.id) {
             no_exec(&pod, &request.exec_id)?;
             return Ok(self.sandboxes.wait(&pod).await);
+        }
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id)
+            && let Some(exit) = waiting.over().await
+        {
+            let exited_at = ttrpc_time(exit.at_ns);
+            return Ok(WaitResponse { exit_status: exit.code, exited_at, ..Default::default() });
         }
         if let Some(of) = self.unknown(&request.id) {
             self.sandboxes.wait_held(&of).await;
@@ -369,7 +455,15 @@ impl Task for TaskService {
             return Ok(PidsResponse { processes, ..Default::default() });
         }
         let of = id("container id", &request.id)?;
-        let processes = self.pod_of(&of)?.pids(of).await?.into_iter();
+        let processes = match self.alone.waiting(&request.id) {
+            Some(waiting) => vec![waiting.pid()],
+            None => match self.pod_of(&of)? {
+                // Its caller looks for them on the host (docker top), where it is one process.
+                pod if pod.is_alone() => vec![pod.status().vmm_pid],
+                pod => pod.pids(of).await?,
+            },
+        };
+        let processes = processes.into_iter();
         let processes = processes.map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
         Ok(PidsResponse { processes, ..Default::default() })
     }
@@ -384,6 +478,10 @@ impl Task for TaskService {
 
     async fn resize_pty(&self, _: &TtrpcContext, request: ResizePtyRequest) -> Result<Empty> {
         self.nothing_runs_in_it("resize the terminal of", &request.id)?;
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            self.alone.resize(&waiting, request.width, request.height)?;
+            return Ok(Empty::new());
+        }
         let of = id("container id", &request.id)?;
         let exec = optional_id("exec id", &request.exec_id)?;
         self.pod_of(&of)?.resize(of, exec, request.width, request.height).await?;
@@ -392,6 +490,12 @@ impl Task for TaskService {
 
     async fn close_io(&self, _: &TtrpcContext, request: CloseIORequest) -> Result<Empty> {
         if self.sandboxes.pod(&request.id).is_some() {
+            return Ok(Empty::new());
+        }
+        if let Some(waiting) = self.waiting(&request.id, &request.exec_id) {
+            if request.stdin {
+                self.alone.close_stdin(&waiting)?;
+            }
             return Ok(Empty::new());
         }
         let of = id("container id", &request.id)?;
@@ -405,6 +509,7 @@ impl Task for TaskService {
 
     async fn update(&self, _: &TtrpcContext, request: UpdateTaskRequest) -> Result<Empty> {
         self.nothing_runs_in_it("update", &request.id)?;
+        self.has_started("update it", &request.id)?;
         let of = id("container id", &request.id)?;
         let asked = request.resources.into_option().map(|any| any.value).unwrap_or_default();
         let pod = self.pod_of(&of)?;
@@ -414,6 +519,7 @@ impl Task for TaskService {
     }
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> Result<StatsResponse> {
+        self.has_started("measure it", &request.id)?;
         let readings = match self.sandboxes.pod(&request.id) {
             Some(pod) => self.sandboxes.stats(&pod).await?,
             None => {
@@ -427,6 +533,15 @@ impl Task for TaskService {
     }
 
     async fn connect(&self, _: &TtrpcContext, request: ConnectRequest) -> Result<ConnectResponse> {
+        let answer = |task_pid| ConnectResponse {
+            shim_pid: self.node.front.pid(),
+            task_pid,
+            version: "3".to_owned(),
+            ..Default::default()
+        };
+        if let Some(waiting) = self.alone.waiting(&request.id) {
+            return Ok(answer(waiting.pid()));
+        }
         let pod = match self.sandboxes.pod(&request.id) {
             Some(pod) => pod,
             None => {
@@ -435,12 +550,7 @@ impl Task for TaskService {
                 self.pod_of(&of)?
             }
         };
-        Ok(ConnectResponse {
-            shim_pid: self.node.front.pid(),
-            task_pid: pod.status().vmm_pid,
-            version: "3".to_owned(),
-            ..Default::default()
-        })
+        Ok(answer(pod.status().vmm_pid))
     }
 
     async fn checkpoint(&self, _: &TtrpcContext, request: CheckpointTaskRequest) -> Result<Empty> {
@@ -468,6 +578,14 @@ impl TaskService {
         }
     }
 
+    /// Returns an error if a container waits for its start.
+    fn has_started(&self, action: &'static str, container: &str) -> Result<()> {
+        match self.alone.waiting(container) {
+            None => Ok(()),
+            Some(waiting) => Err(waiting.refused(action).into()),
+        }
+    }
+
     /// Returns the id, if no container has it.
     fn unknown(&self, container: &str) -> Option<ContainerId> {
         id("container id", container).ok().filter(|of| self.pod_of(of).is_err())
@@ -485,6 +603,7 @@ impl TaskService {
 
     async fn set_paused(&self, container: &str, paused: bool) -> Result<Empty> {
         self.nothing_runs_in_it("pause", container)?;
+        self.has_started("pause it", container)?;
         let of = id("container id", container)?;
         self.pod_of(&of)?.set_paused(of, paused).await?;
         Ok(Empty::new())

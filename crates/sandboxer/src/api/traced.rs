@@ -51,7 +51,7 @@ pub fn by_ttrpc(
 
 /// Adds the pod's names.
 pub fn of_pod(span: &mut RequestSpan, pod: &PodHandle) {
-    let PodName { namespace, name, uid } = pod.name();
+    let PodName { namespace, name, uid, .. } = pod.name();
     let names = [
         ("sandboxer.sandbox.id", pod.id().as_str()),
         ("k8s.namespace.name", namespace),

@@ -109,6 +109,7 @@ fn driver(
         namespace: spec.namespace.clone(),
         name: spec.name.clone(),
         uid: spec.uid.clone(),
+        alone: spec.alone,
     });
     node.events.name(&spec.id, name.clone());
     let quiet = Quiet::on(node.vmms.get(node.vmms.key(spec.vmm).unwrap_or_default()).info().accelerator);

@@ -31,6 +31,8 @@ pub struct PodHandle {
     id: SandboxId,
     name: Arc<PodName>,
     bundle: Option<Arc<Path>>,
+    netns: Option<Arc<Path>>,
+    is_alone: bool,
     /// Boxed: a channel allocates space for 32 requests at once, and keeps it.
     requests: mpsc::Sender<Box<Request>>,
     status: watch::Receiver<PodStatus>,
@@ -44,8 +46,9 @@ impl PodHandle {
         status: watch::Receiver<PodStatus>,
     ) -> (Self, mpsc::Receiver<Box<Request>>) {
         let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
-        let bundle = spec.bundle.as_deref().map(Into::into);
-        (Self { id: spec.id.clone(), name, bundle, requests, status }, receiver)
+        let [bundle, netns] = [&spec.bundle, &spec.netns].map(|path| path.as_deref().map(Into::into));
+        let (id, is_alone) = (spec.id.clone(), spec.alone);
+        (Self { id, name, bundle, netns, is_alone, requests, status }, receiver)
     }
 
     /// Returns the pod's id.
@@ -58,9 +61,19 @@ impl PodHandle {
         &self.name.namespace
     }
 
-    /// Returns the bundle of the pod's sandbox container, if it has one.
+    /// Returns the bundle of the container that stands for the pod, if there is one.
     pub fn bundle(&self) -> Option<&Path> {
         self.bundle.as_deref()
+    }
+
+    /// Returns the path of the pod's network namespace, if it has one.
+    pub fn netns(&self) -> Option<&Path> {
+        self.netns.as_deref()
+    }
+
+    /// Returns whether the pod is one container that no pod of CRI has.
+    pub fn is_alone(&self) -> bool {
+        self.is_alone
     }
 
     /// Returns the pod's status. Never waits.

@@ -16,12 +16,16 @@ use crate::template::Shape;
 pub struct PodSpec {
     /// The sandbox's id at containerd.
     pub id: SandboxId,
-    /// Bundle of the pod's sandbox container, by which a containerd without a sandbox controller identifies the pod.
+    /// Bundle of the container that stands for the pod: for a containerd without a sandbox controller, the sandbox
+    /// container; for a pod of one container, that one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bundle: Option<PathBuf>,
+    /// Whether the pod is one container, which no pod of CRI has: id and bundle are the container's.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub alone: bool,
     /// Name of the pod in Kubernetes.
     pub name: String,
-    /// Namespace of the pod in Kubernetes.
+    /// Namespace of the pod in Kubernetes; if it is one container, the container's namespace in containerd.
     pub namespace: String,
     /// UID of the pod in Kubernetes.
     pub uid: String,
@@ -141,6 +145,7 @@ impl PodSpec {
     pub fn plain(id: SandboxId, vcpus: u32, memory_mib: u64) -> Self {
         Self {
             bundle: None,
+            alone: false,
             name: id.to_string(),
             namespace: String::new(),
             uid: String::new(),

@@ -119,7 +119,8 @@ pub fn convert(
             let what = format!("volume {} with mapped ids", mount.destination().display());
             return Err(unsupported(container, &what, "a guest has the host's ids"));
         }
-        if is_the_pods_shared_memory(&mount) {
+        let is_its_own = pod.alone && !is_bind(&mount);
+        if is_the_pods_shared_memory(&mount) && !is_its_own {
             // Mounted below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             all.kept.push(mount);

@@ -36,8 +36,9 @@ pub const MAX_SPEC: u64 = 3 << 20;
 /// Annotation of a pod or a container with the size of the writable layer.
 pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
 
-/// containerd's default AppArmor profile, and the name for no profile.
+/// Default AppArmor profiles of containerd, docker and nerdctl, and the name for no profile.
 const DEFAULT_APPARMOR: &str = "cri-containerd.apparmor.d";
+const OTHER_DEFAULTS: [&str; 2] = ["docker-default", "nerdctl-default"];
 const UNCONFINED: &str = "unconfined";
 
 /// A container's spec for the guest.
@@ -268,6 +269,7 @@ fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxN
 fn drop_host_labels(container: &ContainerId, process: &mut Process) -> Result<(), PodError> {
     if let Some(profile) = process.apparmor_profile()
         && ![DEFAULT_APPARMOR, UNCONFINED, ""].contains(&profile.as_str())
+        && !OTHER_DEFAULTS.contains(&profile.as_str())
     {
         let why = "the host's profiles are not loaded in a guest; seccomp profiles are (seccompProfile)";
         return Err(unsupported(container, &format!("the AppArmor profile {profile:?}"), why));

@@ -371,7 +371,7 @@ impl Driver {
     /// Returns the details that containerd's events contain for the pod; `None` if it does not know the pod as a
     /// container.
     fn sandbox_task(&self) -> Option<TaskDetail> {
-        let bundle = self.spec.bundle.clone()?;
+        let bundle = self.spec.bundle.clone().filter(|_| !self.spec.alone)?;
         let status = self.status.borrow();
         let exit = sandbox_exit(&status).map(|exit| (exit.code, exit.at_ns));
         Some(TaskDetail { exec: None, pid: status.vmm_pid, bundle, exit })

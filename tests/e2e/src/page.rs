@@ -8,8 +8,9 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 
 /// Where a block runs: `host` beside the clone, by scripts/test-deb.sh; `node` in a node VM with the package, and `source` there
-/// after the package has gone, both by tests/package; `cluster` by tests/kubernetes; `nowhere` for the reason that is given.
-const PLACES: [&str; 5] = ["host", "node", "source", "cluster", "nowhere"];
+/// after the package has gone, both by tests/package; `cluster` by tests/kubernetes; `doors` by the end-to-end cases; `nowhere` for the
+/// reason that is given.
+const PLACES: [&str; 6] = ["host", "node", "source", "cluster", "doors", "nowhere"];
 /// Variables that one block sets and another reads.
 const VARIABLES: [&str; 3] = ["CRI_CONFIG_FILE", "POD", "CONTAINER"];
 

@@ -11,6 +11,7 @@ mod bandwidth;
 mod compatibility;
 mod container;
 mod daemon;
+mod doors;
 mod failure;
 mod faults;
 #[path = "../../../../crates/sandboxer/tests/hung_volume/mod.rs"]
@@ -129,6 +130,7 @@ fn entries() -> Vec<Entry> {
         templates::cases,
         volumes::cases,
         daemon::cases,
+        doors::ctr::cases,
         worker::cases,
         faults::cases,
         soak::cases,

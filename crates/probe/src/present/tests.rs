@@ -263,7 +263,7 @@ fn virtual_workloads_say_so_and_no_published_figure_stands_beside_them() {
     run.report.evaluate(&run.runtimes(), &run.runs);
     let page = page_of(&of_workload(run));
     assert!(page.contains(">virtual time</span>") && page.contains("times are virtual: one instruction"));
-    assert!(!page.contains("419.9") && page.contains("this run's times are virtual"));
+    assert!(!page.contains("419.9") && page.contains("this run&#39;s times are virtual"));
 }
 
 #[test]

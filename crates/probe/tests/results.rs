@@ -1,4 +1,5 @@
-//! The results that `docs/results` has, of earlier versions and of this one, can still be used, and nothing of them is lost.
+//! The results that `docs/results` has, of earlier versions and of this one, can still be used, and nothing of them is lost but
+//! intervals of fewer than three groups.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
@@ -35,6 +36,8 @@ fn lost(at: &str, before: &Value, after: &Value) -> Vec<String> {
         }
         (Value::Number(before), Value::Number(after)) if before.as_f64() == after.as_f64() => Vec::new(),
         _ if before == after => Vec::new(),
+        // Earlier versions gave an interval to fewer than three groups, too; none is shown of so few.
+        (Value::Number(_), Value::Null) if at.ends_with("/ci_low") || at.ends_with("/ci_high") => Vec::new(),
         _ => vec![format!("{at}: {before} became {after}")],
     }
 }

@@ -17,7 +17,8 @@ packages=$(scripts/deb.sh 1)
 sum=$(sha256sum "$first" "$bench")
 [[ $(scripts/deb.sh 1) == "$packages" && $(sha256sum "$first" "$bench") == "$sum" ]] ||
     die "two builds of $first or of $bench have different bytes"
-later=$(scripts/deb.sh 2 | head -n 1)
+later=$(scripts/deb.sh 2)
+later=${later%%$'\n'*}
 command -v lintian >/dev/null || die "no lintian: apt-get install lintian"
 # Its warnings are printed; errors fail.
 lintian --fail-on error --info --allow-root "$first" "$bench"

@@ -107,11 +107,37 @@ fn open(device: &Path) -> Result<Kvm, KvmUnusable> {
     Kvm::new_with_path::<&CStr>(&path).map_err(|error| failed(error.into()))
 }
 
+/// Attempts at a call that signals interrupt.
+const ATTEMPTS: usize = 100;
+
+/// Repeats a call that a signal interrupted, as QEMU does: the kernel leaves the creation of a VM when one is pending.
+fn uninterrupted<T>(mut call: impl FnMut() -> Result<T, kvm_ioctls::Error>) -> Result<T, kvm_ioctls::Error> {
+    for _ in 1..ATTEMPTS {
+        match call() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            done => return done,
+        }
+    }
+    call()
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+
+    #[test]
+    fn an_interrupted_call_is_repeated_but_not_for_ever() {
+        let interrupted = || Err::<u32, _>(kvm_ioctls::Error::new(libc::EINTR));
+        let mut calls = 0;
+        let done = uninterrupted(|| {
+            calls += 1;
+            if calls < 3 { interrupted() } else { Ok(calls) }
+        });
+        assert_eq!(done.unwrap(), 3);
+        assert_eq!(uninterrupted(interrupted).unwrap_err().errno(), libc::EINTR);
+    }
 
     #[test]
     fn a_device_that_is_no_kvm_is_named() {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
-use super::{KvmUnusable, MIN_EXITS_PER_SECOND};
+use super::{KvmUnusable, MIN_EXITS_PER_SECOND, uninterrupted};
 
 /// Maximum number of timed rounds. The fastest counts, because others may have shared their CPU.
 const ROUNDS: usize = 16;
@@ -79,7 +79,7 @@ pub fn measure(kvm: &Kvm) -> Result<f64, KvmUnusable> {
     let setup = |action| move |error: kvm_ioctls::Error| KvmUnusable::Setup { action, source: error.into() };
     // Declared before the VM, hence dropped after it.
     let mut memory = guest_memory();
-    let vm = kvm.create_vm().map_err(setup("create a VM"))?;
+    let vm = uninterrupted(|| kvm.create_vm()).map_err(setup("create a VM"))?;
     let region = kvm_userspace_memory_region {
         slot: 0,
         flags: 0,

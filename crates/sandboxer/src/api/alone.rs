@@ -302,6 +302,7 @@ impl Alone {
         match self.begin(waiting, again).await {
             Ok(pod) => {
                 self.lock().remove(&waiting.id);
+                self.catch_up(waiting, &pod).await;
                 self.node.front.forget(&front::key(KIND, &waiting.id, None));
                 waiting.phase.send_replace(Phase::Running);
                 Ok(pod)
@@ -315,6 +316,20 @@ impl Alone {
                 self.end(waiting, NOT_STARTED, chain(&error));
                 Err(error)
             }
+        }
+    }
+
+    /// Does what a container was asked for while it started. A program that has ended since needs none of it.
+    async fn catch_up(&self, waiting: &Waiting, pod: &PodHandle) {
+        let (is_stdin_closed, size) = {
+            let note = waiting.note();
+            (note.is_stdin_closed, note.size)
+        };
+        if is_stdin_closed {
+            let _ = pod.close_stdin(waiting.id.clone(), None).await;
+        }
+        if let Some((columns, rows)) = size {
+            let _ = pod.resize(waiting.id.clone(), None, columns, rows).await;
         }
     }
 

@@ -67,6 +67,7 @@ pub const KNOWN: &[Known] = &[
     coded("answer of Metrics", "NotFound", STOPPED),
     coded("answer of CriStart", "InvalidArgument", PROGRAM),
     coded("answer of CriExec", "InvalidArgument", PROGRAM),
+    coded("answer of CriExec", "FailedPrecondition", PROGRAM),
     Known {
         what: "answer of Kill",
         runc: "FailedPrecondition",

@@ -302,7 +302,8 @@ impl Alone {
         match self.begin(waiting, again).await {
             Ok(pod) => {
                 self.lock().remove(&waiting.id);
-                self.catch_up(waiting, &pod).await;
+                // Requests came while it started. A program that has ended since needs none of them.
+                let _ = self.catch_up(waiting, &pod).await;
                 self.node.front.forget(&front::key(KIND, &waiting.id, None));
                 waiting.phase.send_replace(Phase::Running);
                 Ok(pod)
@@ -319,17 +320,18 @@ impl Alone {
         }
     }
 
-    /// Does what a container was asked for while it started. A program that has ended since needs none of it.
-    async fn catch_up(&self, waiting: &Waiting, pod: &PodHandle) {
+    /// Does in the pod what the waiting container was asked for.
+    async fn catch_up(&self, waiting: &Waiting, pod: &PodHandle) -> Result<(), PodError> {
         let (is_stdin_closed, size) = {
             let note = waiting.note();
             (note.is_stdin_closed, note.size)
         };
         if is_stdin_closed {
-            let _ = pod.close_stdin(waiting.id.clone(), None).await;
+            pod.close_stdin(waiting.id.clone(), None).await?;
         }
-        if let Some((columns, rows)) = size {
-            let _ = pod.resize(waiting.id.clone(), None, columns, rows).await;
+        match size {
+            Some((columns, rows)) => pod.resize(waiting.id.clone(), None, columns, rows).await,
+            None => Ok(()),
         }
     }
 
@@ -359,16 +361,7 @@ impl Alone {
         pod.start().await?;
         self.node.registry.insert_container(id, id)?;
         pod.create_container(waiting.new_container()).await?;
-        let (is_stdin_closed, size) = {
-            let note = waiting.note();
-            (note.is_stdin_closed, note.size)
-        };
-        if is_stdin_closed {
-            pod.close_stdin(id.clone(), None).await?;
-        }
-        if let Some((columns, rows)) = size {
-            pod.resize(id.clone(), None, columns, rows).await?;
-        }
+        self.catch_up(waiting, &pod).await?;
         pod.start_process(id.clone(), None).await?;
         Ok(pod)
     }

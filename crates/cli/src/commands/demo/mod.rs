@@ -110,7 +110,7 @@ impl Demo<'_> {
         if daemon.accelerator != "kvm" {
             render::print(&format!(
                 "\nGuests are emulated here ({}). That makes whatever runs in a guest ten times as slow: boots above all.\n\
-                 On KVM a pod from the pool takes 0.44 of runc's time, a boot 0.93: docs/figures.md.",
+                 On KVM a pod from the pool takes 0.44 of runc's time, a boot 0.97: docs/figures.md.",
                 render::plain(&daemon.accelerator_reason)
             ))?;
         }

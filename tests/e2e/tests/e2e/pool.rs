@@ -37,12 +37,17 @@ const LOOK: &str = r#"
     true"#;
 
 /// Lines in which a pod of the pool may differ from one that booted: section, what the line has, and why.
-const MAY_DIFFER: [(&str, &str, &str); 10] = [
+const MAY_DIFFER: [(&str, &str, &str); 11] = [
     ("devices", " sd", "the pool's has the disk that is written to before the image's"),
     ("devices", " vd", "a slot that was empty at the boot says that it is very large"),
     ("sysctl", "/proc/sys/fs/dentry-state:", "counts what was ever opened"),
     ("sysctl", "/proc/sys/fs/inode-", "counts what was ever opened"),
     ("sysctl", "/proc/sys/fs/file-nr:", "counts what is open at the moment"),
+    (
+        "sysctl",
+        "/proc/sys/fs/nfs/nfs_congestion_kb:",
+        "by the pages that were set up when NFS was, which varies by a few",
+    ),
     ("sysctl", "/proc/sys/kernel/random/", "each draws its own"),
     ("sysctl", "/proc/sys/kernel/ns_last_pid:", "counts processes, those of this script among them"),
     ("status", "ctxt_switches:", "its own course"),

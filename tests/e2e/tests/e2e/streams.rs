@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::eventually;
 use sandboxer_e2e::stream::Session;
+
+use crate::templates::told;
 
 crate::cases![
     Any: logs_keep_streams_apart, long_lines_and_much_output, log_reopened, exec_sync,
@@ -212,21 +215,26 @@ async fn attach_to_stdin(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A terminal that was stopped, or whose link hangs, while it is attached: the container's crash is reported all the same.
-/// (containerd waits for runc's output without end.)
+/// A terminal that was stopped, or whose link hangs, while it is attached: the daemon reports the exit at once, and
+/// containerd, which writes to the terminal first, reports it once the terminal is gone.
 async fn exit_while_nobody_reads_what_is_attached(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     // More than all sockets and pipes on the way hold, by a process that does not end by itself.
-    let script = "read go; { head -c 16000000 /dev/zero | tr '\\0' x; } & sleep 1; exit 3";
+    let script = "read go; { head -c 64000000 /dev/zero | tr '\\0' x; } & sleep 1; exit 3";
     let mut config = shell("c", script);
     config.stdin = true;
     let container = pod.start(config).await?;
     let url = case.cri.attach(&container.id, false).await?;
     let mut session = Session::open(&url).await?;
     session.write("go\n").await?;
+    eventually("the exit in the daemon", PATIENCE, || async {
+        let container = &told(&case, &["inspect", &pod.id])?["containers"][0];
+        Ok((container["state"] == "exited" && container["exit_code"] == 3).then_some(()))
+    })
+    .await?;
+    drop(session);
     let status = container.ended().await?;
     ensure!(status.exit_code == 3, "{status:?}");
-    drop(session);
     case.cri.remove(&container.id).await?;
     Ok(())
 }

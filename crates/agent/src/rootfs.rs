@@ -9,6 +9,7 @@
 //!   f0, f1, …      files bound into the container
 //!   d0, d1, …      device nodes bound into the container
 //!   v0, v1, …      parts of volumes bound into the container
+//!   cwd/           its working directory, if that is in a tmpfs; beside u/ if there is one
 //!   rootfs/        the container's root
 //! ```
 //!
@@ -199,6 +200,12 @@ impl Dir {
     /// Returns the path of the part of a volume that is the source of the `n`th mount.
     pub fn volume(&self, n: usize) -> PathBuf {
         self.path.join(format!("v{n}"))
+    }
+
+    /// Returns the path of a working directory that is bound into the container.
+    pub fn working_dir(&self) -> PathBuf {
+        let writable = self.writable();
+        if writable == self.rootfs() { self.path.join("cwd") } else { writable.join("cwd") }
     }
 
     /// Returns the mount point of the writable file system.

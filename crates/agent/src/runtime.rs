@@ -114,7 +114,7 @@ pub fn create(
     if let Some(pids) = pids {
         spec::join_pids(&mut spec, pids);
     }
-    place(&dir.rootfs(), &mut spec)?;
+    place(&dir, &mut spec)?;
     let config = dir.path().join("config.json");
     spec.save(&config).map_err(internal(format!("cannot write {}", config.display())))?;
     fs::create_dir_all(STATE).map_err(internal(format!("cannot create {STATE}")))?;
@@ -346,17 +346,31 @@ fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<(Vec<BoundFile>,
 }
 
 /// Finds the targets of the mounts, and creates the working directory: an image may name one that it does not contain,
-/// and other runtimes create it too.
-fn place(rootfs: &Path, spec: &mut Spec) -> Result<(), Failure> {
+/// and other runtimes create it too. In a file system that does not exist yet it is a mount.
+fn place(dir: &Dir, spec: &mut Spec) -> Result<(), Failure> {
+    let rootfs = dir.rootfs();
     // The image is not trusted: its symbolic links are resolved only inside it.
     let failed = internal::<pathrs::error::Error>(format!("cannot open {}", rootfs.display()));
-    let root = Root::open(rootfs).map_err(failed)?;
+    let root = Root::open(&rootfs).map_err(failed)?;
     let mut view = View::of(&root);
     view.place(spec.mounts_mut().get_or_insert_default())?;
-    match spec.process().as_ref().map(|process| process.cwd()) {
-        Some(cwd) if !cwd.as_os_str().is_empty() => view.make_dir(cwd),
-        _ => Ok(()),
+    // libcontainer would create the container's devices in it.
+    if view.is_bound(Path::new("/dev")) {
+        return Err(Failure::invalid(
+            "a volume cannot be all of /dev: mount what is needed of it below /dev",
+        ));
     }
+    let Some(cwd) = spec.process().as_ref().map(|process| process.cwd()) else { return Ok(()) };
+    let later = if cwd.as_os_str().is_empty() { None } else { view.make_dir(cwd)? };
+    if let Some(at) = later {
+        let failed = || format!("cannot create the working directory {}", at.display());
+        let source = dir.working_dir();
+        fs::create_dir(&source).map_err(internal(failed()))?;
+        let path = at.to_string_lossy().into_owned();
+        let mount = spec::bind(&BoundFile { path, source, read_only: false }).map_err(internal(failed()))?;
+        spec.mounts_mut().get_or_insert_default().push(mount);
+    }
+    Ok(())
 }
 
 /// Grants CAP_SYS_ADMIN to an exec that may gain privileges, which needs it to load its seccomp filter last. Returns

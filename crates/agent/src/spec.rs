@@ -120,8 +120,12 @@ pub fn fit(
     spec.set_linux(Some(linux));
 
     let mut mounts = spec.mounts().clone().unwrap_or_default();
+    // As containerd sorts all of them: beneath whatever has a deeper target.
     for file in files {
-        mounts.push(bind(file).map_err(refused("mounts"))?);
+        let bound = bind(file).map_err(refused("mounts"))?;
+        let depth = |mount: &Mount| mount.destination().components().count();
+        let at = mounts.iter().rposition(|mount| depth(mount) <= depth(&bound)).map_or(0, |last| last + 1);
+        mounts.insert(at, bound);
     }
     spec.set_mounts(Some(mounts));
     Ok(())
@@ -174,7 +178,8 @@ fn has_huge_pages(size: &str) -> bool {
     cgroup::Cgroup::of_all().file(&format!("hugetlb.{size}.max")).exists()
 }
 
-fn bind(file: &BoundFile) -> Result<Mount, libcontainer::oci_spec::OciSpecError> {
+/// Returns the mount of a file or directory.
+pub fn bind(file: &BoundFile) -> Result<Mount, libcontainer::oci_spec::OciSpecError> {
     let access = if file.read_only { "ro" } else { "rw" };
     MountBuilder::default()
         .destination(&file.path)
@@ -212,6 +217,19 @@ mod tests {
         let mount = spec.mounts().as_ref().unwrap().last().unwrap().clone();
         assert_eq!(mount.destination(), Path::new("/etc/hosts"));
         assert!(mount.options().as_ref().unwrap().contains(&"ro".to_owned()));
+    }
+
+    #[test]
+    fn a_file_is_beneath_deeper_mounts_and_above_all_others() {
+        let mounts = r#""mounts":[{"destination":"/proc","type":"proc"},{"destination":"/etc","type":"bind"},
+            {"destination":"/a/link/to-etc","type":"bind"}],"linux":{"#;
+        let mut spec = parse(SPEC.replace(r#""linux":{"#, mounts).as_bytes()).unwrap();
+        let file = |path: &str| BoundFile { path: path.into(), source: "/run/x/0".into(), read_only: true };
+        let files = [file("/etc/hosts"), file("/etc/hostname")];
+        fit(&mut spec, &"web".parse().unwrap(), Path::new("/run/rootfs"), true, &files).unwrap();
+        let targets = spec.mounts().iter().flatten().map(|mount| mount.destination().display().to_string());
+        let expected = ["/proc", "/etc", "/etc/hosts", "/etc/hostname", "/a/link/to-etc"];
+        assert_eq!(targets.collect::<Vec<_>>(), expected);
     }
 
     #[test]

@@ -94,14 +94,15 @@ impl<'a> View<'a> {
         Some((Some(self.root), path))
     }
 
-    /// Creates the directory `path` and its parents, if missing. Creates nothing in a file system that does not exist
-    /// yet.
-    pub fn make_dir(&self, path: &Path) -> Result<(), Failure> {
+    /// Creates the directory `path` and its parents, if missing. Returns the path without symlinks if it is in a file
+    /// system that does not exist yet, where nothing can be created.
+    pub fn make_dir(&self, path: &Path) -> Result<Option<PathBuf>, Failure> {
         let failed = || internal::<pathrs::error::Error>(format!("cannot create {}", path.display()));
         let followed = self.followed(path)?;
-        let Some((Some(root), below)) = self.position(&followed) else { return Ok(()) };
+        let Some((root, below)) = self.position(&followed) else { return Ok(None) };
+        let Some(root) = root else { return Ok(Some(followed)) };
         if root.resolve(below).is_ok() {
-            return Ok(());
+            return Ok(None);
         }
         // As given: like other runtimes, nothing is made behind a link that leads nowhere.
         let below = match self.position(path) {
@@ -109,7 +110,13 @@ impl<'a> View<'a> {
             _ => below,
         };
         use std::os::unix::fs::PermissionsExt as _;
-        root.mkdir_all(below, &std::fs::Permissions::from_mode(0o755)).map(drop).map_err(failed())
+        root.mkdir_all(below, &std::fs::Permissions::from_mode(0o755)).map_err(failed())?;
+        Ok(None)
+    }
+
+    /// Returns whether a directory is mounted at `path`, which has no symlinks.
+    pub fn is_bound(&self, path: &Path) -> bool {
+        self.mounts.iter().any(|(target, root)| target == path && root.is_some())
     }
 }
 
@@ -206,8 +213,10 @@ mod tests {
         view.place(&mut [bind("/data", volume.path()), tmpfs("/scratch")]).unwrap();
         view.make_dir(Path::new("/work/dir")).unwrap();
         assert!(volume.path().join("target/dir").is_dir());
-        view.make_dir(Path::new("/scratch/dir")).unwrap();
+        let later = view.make_dir(Path::new("/scratch/dir")).unwrap();
+        assert_eq!(later.as_deref(), Some(Path::new("/scratch/dir")), "nothing can be made in it yet");
         assert!(!image.path().join("scratch").exists());
+        assert!(view.is_bound(Path::new("/data")) && !view.is_bound(Path::new("/scratch")));
         view.make_dir(Path::new("/data")).unwrap();
     }
 

@@ -14,7 +14,7 @@ pub struct Difference {
 impl Difference {
     /// Returns whether both are of one kind: of two sequences that show it, the shorter is the better.
     pub fn is_like(&self, other: &Self) -> bool {
-        self.what == other.what && (!self.what.starts_with("answer") || self == other)
+        self.what == other.what && (["events", "output"].contains(&self.what.as_str()) || self == other)
     }
 }
 
@@ -22,8 +22,9 @@ impl Difference {
 pub struct Known {
     /// As in [`Difference`].
     what: &'static str,
-    /// As there; `*` at the end stands for whatever else runc leaves behind, and for no answer.
+    /// As there; `*` at the end stands for whatever follows, and for no answer.
     runc: &'static str,
+    /// As `runc`.
     ours: &'static str,
     /// Why it is meant.
     pub why: &'static str,
@@ -43,6 +44,7 @@ pub const KNOWN: &[Known] = &[
     coded("answer of Create", "FailedPrecondition", PAUSED),
     coded("answer of Create", "InvalidArgument", PROGRAM),
     coded("answer of CreateTwice", "InvalidArgument", PROGRAM),
+    coded("answer of CreateTwice", "FailedPrecondition", PROGRAM),
     coded("answer of Start", "NotFound", STOPPED),
     coded("answer of Start", "FailedPrecondition", STATE),
     coded("answer of Start", "InvalidArgument", PROGRAM),
@@ -66,6 +68,7 @@ pub const KNOWN: &[Known] = &[
     coded("answer of Update", "InvalidArgument", LIMIT),
     coded("answer of Metrics", "NotFound", STOPPED),
     coded("answer of CriStart", "InvalidArgument", PROGRAM),
+    coded("answer of CriStart", "FailedPrecondition", PROGRAM),
     coded("answer of CriExec", "InvalidArgument", PROGRAM),
     coded("answer of CriExec", "FailedPrecondition", PROGRAM),
     Known {
@@ -74,6 +77,22 @@ pub const KNOWN: &[Known] = &[
         ours: "InvalidArgument",
         why: "of a signal that does not exist for an exec that is not started, runc reports the second, the daemon the first",
         ends: false,
+    },
+    Known {
+        what: "state of a container after RestartContainerd",
+        runc: "NotFound*",
+        ours: "stopped*",
+        why: "a containerd that starts takes a task without processes for one that was never made, and forgets its exit: of \
+              an ended container runc's shim returns no process, the daemon the first until it is deleted",
+        ends: true,
+    },
+    Known {
+        what: "state of an exec after Start",
+        runc: "created*",
+        ours: "stopped 128, Wait 128",
+        why: "an exec that could not be started: for runc's shim it is still to be started, or has ended well, for the daemon it \
+              has failed",
+        ends: true,
     },
     Known {
         what: "what is left",
@@ -96,11 +115,11 @@ const LIMIT: &str =
 /// Returns what explains a difference.
 pub fn explains(difference: &Difference) -> Option<&'static Known> {
     KNOWN.iter().find(|known| {
-        let is_runcs = match known.runc.strip_suffix('*') {
-            Some(start) => difference.runc.starts_with(start),
-            None => difference.runc == known.runc,
+        let is = |side: &str, known: &str| match known.strip_suffix('*') {
+            Some(start) => side.starts_with(start),
+            None => side == known,
         };
-        is_runcs && known.what == difference.what && known.ours == difference.ours
+        known.what == difference.what && is(&difference.runc, known.runc) && is(&difference.ours, known.ours)
     })
 }
 
@@ -111,6 +130,6 @@ pub const LINKS: &str = "an overlay counts the names that a file has in its own 
 /// Why runc lists names of which there is nothing.
 pub const GHOSTS: &str = "an overlay lists a whiteout in a directory that no lower layer has, though nothing of that name can be opened";
 
-/// Why times of directories are not compared in an image's volumes.
+/// Why times of directories are not compared in images with volumes.
 pub const COPIED: &str =
     "containerd leaves a directory that it copied into a volume the time of the copy, the daemon the image's";

@@ -37,13 +37,6 @@ pub enum Part {
     RunAs(i64),
 }
 
-impl Part {
-    /// Returns the place of a volume of the image.
-    pub fn volume(&self) -> Option<&str> {
-        if let Self::Volume(path) = self { Some(path) } else { None }
-    }
-}
-
 /// An image, and what is asked of a container of it.
 #[derive(Debug)]
 pub struct Image {

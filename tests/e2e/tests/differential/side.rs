@@ -1,10 +1,10 @@
 //! One of the two sides: a pod of a runtime handler, in which the steps of a sequence are done.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, ensure};
 use containerd_client::services::v1::Container;
@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 use tokio::task::AbortHandle;
 use tonic::{Code, Status};
 
+use crate::known::Difference;
 use crate::steps::{LIMITS, Of, Part, Program, STREAMS, Step, init};
 
 /// Time for what happens by itself: an exit, an event, a removal.
@@ -28,6 +29,45 @@ pub const PATIENCE: Duration = Duration::from_secs(25);
 
 /// The memory of a container whose child wants all.
 const SMALL: u64 = 24 << 20;
+
+/// The state of each process by its name; an exec's begins with its container's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct State(BTreeMap<String, String>);
+
+impl State {
+    /// Returns whether a process has ended, as far as its state tells.
+    pub fn has_ended(&self, name: &str) -> bool {
+        self.0.get(name).is_none_or(|state| state.starts_with("stopped"))
+    }
+
+    /// Returns those that differ: what is compared, and the state on each side. Of a container that only one side has, its
+    /// execs are passed over.
+    pub fn unlike(&self, ours: &Self, step: &str) -> Vec<Difference> {
+        let mut unlike = Vec::new();
+        let mut gone = None;
+        for (name, runc) in &self.0 {
+            let ours = ours.0.get(name).map_or("", String::as_str);
+            let container = name.split('/').next();
+            if runc == ours || gone.is_some() && gone == container {
+                continue;
+            }
+            let is_exec = name.contains('/');
+            if !is_exec && runc.starts_with("NotFound") {
+                gone = container;
+            }
+            let what = format!("state of {} after {step}", if is_exec { "an exec" } else { "a container" });
+            unlike.push(Difference { what, runc: runc.clone(), ours: ours.to_owned() });
+        }
+        unlike
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let states: Vec<_> = self.0.iter().map(|(name, state)| format!("{name} {state}")).collect();
+        f.write_str(&states.join("; "))
+    }
+}
 
 /// A pod, and what a sequence has made in it.
 pub struct Side {
@@ -401,8 +441,8 @@ impl Side {
     }
 
     /// Returns what there is, and in which state.
-    pub async fn state(&self) -> String {
-        let mut states = Vec::new();
+    pub async fn state(&self) -> State {
+        let mut states = BTreeMap::new();
         for (of, process) in &self.processes {
             let state = self.containerd.state(&self.id(of.container), &of.exec_id()).await;
             let state = told(state.map(|state| match state.name {
@@ -410,7 +450,7 @@ impl Side {
                 name => name.to_owned(),
             }));
             let waited = process.exited().map(|code| format!(", Wait {code}")).unwrap_or_default();
-            states.push(format!("{of} {state}{waited}"));
+            states.insert(of.to_string(), format!("{state}{waited}"));
         }
         for (container, of) in &self.by_cri {
             let status = once_seen(|| self.case.cri.status(&of.id)).await;
@@ -418,9 +458,9 @@ impl Side {
                 told(status.map(|(status, _)| {
                     format!("{:?} {} {}", status.state(), status.exit_code, status.reason)
                 }));
-            states.push(format!("{} {status}", init(*container)));
+            states.insert(init(*container).to_string(), status);
         }
-        states.join("; ")
+        State(states)
     }
 
     /// Returns how much each program has written that has ended. Who stalled it reads the rest now.

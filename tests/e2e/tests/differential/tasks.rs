@@ -12,7 +12,7 @@ use sandboxer_e2e::containerd::Containerd;
 
 use crate::events::{Events, Heard};
 use crate::known::{Difference, explains};
-use crate::side::{PATIENCE, Side, restart_containerd};
+use crate::side::{PATIENCE, Side, State, restart_containerd};
 use crate::steps::{Fixed, Step, corpus, random, shrink};
 
 /// Sequences in one pod.
@@ -196,8 +196,26 @@ impl Run {
         if runc == ours {
             return Ok(false);
         }
-        let difference = Difference { what: what.to_owned(), runc: runc.to_owned(), ours: ours.to_owned() };
+        self.explained(Difference { what: what.to_owned(), runc: runc.to_owned(), ours: ours.to_owned() })
+    }
+
+    /// As [`Self::judged`], of each process.
+    fn judged_state(
+        &mut self,
+        step: &str,
+        runc: &State,
+        ours: &State,
+    ) -> std::result::Result<bool, Difference> {
+        let mut ends = false;
+        for difference in runc.unlike(ours, step) {
+            ends |= self.explained(difference)?;
+        }
+        Ok(ends)
+    }
+
+    fn explained(&mut self, difference: Difference) -> std::result::Result<bool, Difference> {
         let Some(known) = explains(&difference) else { return Err(difference) };
+        let Difference { what, runc, ours } = difference;
         let text = format!("{what}: runc {runc}, sandboxer {ours}: {}", known.why);
         *self.counts.known.entry(text).or_default() += 1;
         Ok(known.ends)
@@ -212,10 +230,9 @@ impl Run {
                 all_heard = false;
                 restart_containerd(&self.runc, &self.containerd, killed).await?;
             }
-            let will_end = pair.runc.will_end(step);
-            let before = pair.runc.state().await;
+            let will_end = step.of().filter(|_| pair.runc.will_end(step)).map(|of| of.to_string());
             let wanted = pair.runc.perform(step).await.context("runc")?;
-            let state = steady(&pair.runc, &before, will_end).await;
+            let state = steady(&pair.runc, will_end.as_deref()).await;
             let answer = pair.ours.perform(step).await.context("sandboxer")?;
             if shown {
                 println!("    {step:?}\n      runc      {wanted:6} {state}");
@@ -234,7 +251,7 @@ impl Run {
                 Ok(true) => break,
                 Err(difference) => return Ok(Some(difference)),
             }
-            match self.judged(&format!("state after {name}"), &state, &ours) {
+            match self.judged_state(&name, &state, &ours) {
                 Ok(false) => {}
                 Ok(true) => break,
                 Err(difference) => return Ok(Some(difference)),
@@ -304,13 +321,13 @@ fn published(heard: Heard, is_runc: bool) -> String {
     parts.join(" ")
 }
 
-/// Returns the state of a side that has come to rest; `will_end` if a process is about to end.
-async fn steady(side: &Side, before: &str, will_end: bool) -> String {
+/// Returns the state of a side that has come to rest; `ending` is the process that is about to end.
+async fn steady(side: &Side, ending: Option<&str>) -> State {
     let began = Instant::now();
     let mut last = side.state().await;
     let mut since = Instant::now();
     loop {
-        let enough = since.elapsed() >= STEADY && (!will_end || last != before);
+        let enough = since.elapsed() >= STEADY && ending.is_none_or(|of| last.has_ended(of));
         if enough || began.elapsed() > PATIENCE / 5 {
             return last;
         }
@@ -324,13 +341,12 @@ async fn steady(side: &Side, before: &str, will_end: bool) -> String {
 }
 
 /// Returns the state of a side once it is the wanted one, or differs for good.
-async fn becomes(side: &Side, wanted: &str, step: &str) -> String {
+async fn becomes(side: &Side, wanted: &State, step: &str) -> State {
     let began = Instant::now();
     loop {
         let state = side.state().await;
-        let difference =
-            Difference { what: format!("state after {step}"), runc: wanted.to_owned(), ours: state.clone() };
-        if state == wanted || began.elapsed() > PATIENCE || explains(&difference).is_some() {
+        let unlike = wanted.unlike(&state, step);
+        if unlike.iter().all(|difference| explains(difference).is_some()) || began.elapsed() > PATIENCE {
             return state;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;

@@ -39,6 +39,10 @@ async fn command_environment_and_directory(case: Case) -> Result<()> {
     let mut lines = out.lines();
     ensure!(lines.next() == Some("/var/spool"), "{out}");
     ensure!(lines.next() == Some("grüß \"dich\"\tda=ja|zero|two words||/usr/local/sbin"), "{out}");
+    let mut config = shell("tmpfs", "pwd; echo here >file; cat /dev/new/file");
+    config.working_dir = "/dev/new".into();
+    let out = pod.run(config).await?.success()?;
+    ensure!(out == "/dev/new\nhere", "a directory that is missing in a tmpfs: {out}");
     Ok(())
 }
 

@@ -439,7 +439,9 @@ async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
         error.contains("/dev/console-of-host") && error.contains("not available in a microVM pod"),
         "{error}"
     );
-    // Neither attempt disturbs the next one.
+    let error = refusal(&pod, mounted(idle("devices"), "/dev", &disk, false)).await?;
+    ensure!(error.contains("a volume cannot be all of /dev"), "{error}");
+    // No attempt disturbs the next one.
     let said =
         pod.run(mounted(shell("fine", "echo fine >/d/x; cat /d/x"), "/d", &disk, false)).await?.success()?;
     ensure!(said == "fine", "{said}");

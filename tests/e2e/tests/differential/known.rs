@@ -96,9 +96,9 @@ pub const KNOWN: &[Known] = &[
     },
     Known {
         what: "what is left",
-        runc: "a control group in *",
+        runc: "*",
         ours: "",
-        why: "runc leaves the control group of a container whose creation was given up",
+        why: "runc leaves the control group of a container whose creation was given up, containerd a bundle now and then",
         ends: false,
     },
 ];

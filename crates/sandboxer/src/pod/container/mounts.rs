@@ -143,7 +143,11 @@ pub fn convert(
     }
     if !all.kept.iter().any(|mount| mount.destination() == Path::new(SHARED_MEMORY)) {
         let options = ["rbind", "rw", "nosuid", "nodev", "noexec"].map(str::to_owned).to_vec();
-        all.kept.push(bind(container, SHARED_MEMORY.as_ref(), SHARED_MEMORY.into(), options)?);
+        let mount = bind(container, SHARED_MEMORY.as_ref(), SHARED_MEMORY.into(), options)?;
+        // As containerd sorts all of them: beneath whatever has a deeper target.
+        let depth = |mount: &Mount| mount.destination().components().count();
+        let last = all.kept.iter().rposition(|kept| depth(kept) <= depth(&mount));
+        all.kept.insert(last.map_or(0, |last| last + 1), mount);
     }
     Ok(all)
 }

@@ -241,11 +241,16 @@ impl Driver {
         let pid = match result {
             Ok(pid) => pid,
             Err(error) => {
-                if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
-                    (process.running, process.early_exit) = (None, None);
-                }
                 // The process never ran: waiters see an exit with the code for that.
                 let exit = Exit { code: 128, at_ns: now_ns(), reason: chain(&error) };
+                if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
+                    (process.running, process.early_exit) = (None, None);
+                    // As with runc's shim, no event reports the end of an exec whose start was not reported either.
+                    if subject.exec.is_some() {
+                        process.end(exit);
+                        return answer(reply, Err(error));
+                    }
+                }
                 self.process_ended(&subject, exit);
                 return answer(reply, Err(error));
             }

@@ -235,6 +235,10 @@ impl Driver {
     }
 
     fn on_signal(&mut self, of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
+        // As with runc, none of its processes is left to be missed.
+        if signal.all && exec.is_none() && self.process(&of, None).is_ok_and(|init| init.has_exited()) {
+            return answer(reply, Ok(()));
+        }
         // The agent knows whether the signal ended the process.
         let checked = match signal.again {
             true => self.process(&of, exec.as_ref()).map(drop),

@@ -87,14 +87,6 @@ pub const KNOWN: &[Known] = &[
         ends: true,
     },
     Known {
-        what: "state of a container after CloseIo",
-        runc: "stopped 2, Wait 2",
-        ours: "created",
-        why: "before its start, a container's terminal hangs up: that ends runc's own program that waits in it, of which a guest \
-              has none",
-        ends: true,
-    },
-    Known {
         what: "state of an exec after Start",
         runc: "created*",
         ours: "stopped 128, Wait 128",

@@ -94,6 +94,7 @@ struct Process {
     fifos: Fifos,
     exit: Arc<Mutex<Option<u32>>>,
     waiting: AbortHandle,
+    has_terminal: bool,
     started: bool,
 }
 
@@ -240,9 +241,12 @@ impl Side {
             Step::Kill { of, signal, all } => {
                 done(containerd.kill(&self.id(of.container), &of.exec_id(), signal, all).await)
             }
-            // An exec of runc's takes no notice before its start and never sees an end; here it does.
+            // Before its start an exec of runc's takes no notice, and never sees an end; here it does. A terminal hangs up,
+            // which ends runc's own program that waits in it; a guest has none.
             Step::CloseIo { of }
-                if of.exec.is_some() && self.processes.get(&of).is_some_and(|of| !of.started) =>
+                if self.processes.get(&of).is_some_and(|process| {
+                    !process.started && (of.exec.is_some() || process.has_terminal)
+                }) =>
             {
                 String::new()
             }
@@ -407,7 +411,8 @@ impl Side {
             }
         };
         if answer.is_ok() && is_new {
-            let process = Process::waited_for(containerd, self.id(of.container), of, program, fifos);
+            let mut process = Process::waited_for(containerd, self.id(of.container), of, program, fifos);
+            process.has_terminal = terminal;
             self.processes.insert(of, process);
         }
         Ok(done(answer))
@@ -600,7 +605,7 @@ impl Process {
                 }
             }
         });
-        Self { program, fifos, exit, waiting: waiting.abort_handle(), started: false }
+        Self { program, fifos, exit, waiting: waiting.abort_handle(), has_terminal: false, started: false }
     }
 
     fn exited(&self) -> Option<u32> {

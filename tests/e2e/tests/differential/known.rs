@@ -133,3 +133,7 @@ pub const GHOSTS: &str = "an overlay lists a whiteout in a directory that no low
 /// Why times of directories are not compared in images with volumes.
 pub const COPIED: &str =
     "containerd leaves a directory that it copied into a volume the time of the copy, the daemon the image's";
+
+/// Why runc may hide the pod's own files.
+pub const BENEATH: &str = "containerd mounts an image's volume after the pod's own files, and a link of the image may lead it \
+                           to their directory";

@@ -99,6 +99,10 @@ impl<'a> View<'a> {
     pub fn make_dir(&self, path: &Path) -> Result<Option<PathBuf>, Failure> {
         let failed = || internal::<pathrs::error::Error>(format!("cannot create {}", path.display()));
         let followed = self.followed(path)?;
+        // Targets of mounts are created with the directories above them.
+        if self.mounts.iter().any(|(target, _)| target.starts_with(&followed)) {
+            return Ok(None);
+        }
         let Some((root, below)) = self.position(&followed) else { return Ok(None) };
         let Some(root) = root else { return Ok(Some(followed)) };
         if root.resolve(below).is_ok() {
@@ -228,6 +232,9 @@ mod tests {
         let view = View::of(&root);
         view.make_dir(Path::new("/work")).unwrap_err();
         assert!(!image.path().join("nowhere").exists());
+        let mut view = View::of(&root);
+        view.place(&mut [tmpfs("/nowhere/yet")]).unwrap();
+        view.make_dir(Path::new("/work")).unwrap();
         view.make_dir(Path::new("/made/deep")).unwrap();
     }
 }

@@ -17,7 +17,7 @@ use sandboxer_e2e::image::{Kind, archive};
 use serde_json::{Map, Value, json};
 use tonic::Status;
 
-use crate::known::{BENEATH, COPIED, GHOSTS, LINKS};
+use crate::known::{BENEATH, COPIED, GHOSTS, IN_MEMORY, LINKS};
 use crate::parts::{Image, Part, base, random, shown};
 use crate::steps::shrink;
 
@@ -109,6 +109,7 @@ impl Images {
         println!("  in {} images link counts are not compared: {LINKS}", self.tally.unlike_links);
         println!("  names that only runc lists are passed over: {GHOSTS}");
         println!("  the pod's own files may be seen where runc hides them: {BENEATH}");
+        println!("  in read-only containers, users' attributes of directories are not compared: {IN_MEMORY}");
         println!("  in images with volumes, times of directories are not compared: {COPIED}");
         ensure!(self.found.is_empty(), "{} differences that have no reason", self.found.len());
         Ok(())
@@ -188,9 +189,9 @@ impl Images {
             (Err(runc), Err(_)) => {
                 return Ok(Compared::Refused(in_short(&runc)));
             }
-            (Err(runc), Ok(_)) => vec![format!("runc refuses it: {runc}")],
+            (Err(runc), Ok(_)) => vec![format!("runc refuses it: {}", without_ids(&runc))],
             (Ok(_), Err(ours)) if ours.contains(NO_DEV) => return Ok(Compared::Refused(NO_DEV.to_owned())),
-            (Ok(_), Err(ours)) => vec![format!("sandboxer refuses it: {ours}")],
+            (Ok(_), Err(ours)) => vec![format!("sandboxer refuses it: {}", without_ids(&ours))],
             (Ok(runc), Ok(ours)) => {
                 let lines = unlike_lines(&runc, &ours);
                 if lines.is_empty() {
@@ -245,9 +246,12 @@ impl Images {
         if status.exit_code != 0 {
             return Ok(Err(format!("exit {}", status.exit_code)));
         }
-        let has_links = !may_hide_links(parts);
-        let has_volumes = parts.iter().any(|part| matches!(part, Part::Volume(_)));
-        Ok(Ok(output.lines().map(|line| comparable(line, has_links, has_volumes)).collect()))
+        let unlike = Unlike {
+            has_links: !may_hide_links(parts),
+            has_volumes: parts.iter().any(|part| matches!(part, Part::Volume(_))),
+            is_read_only: parts.iter().any(|part| matches!(part, Part::ReadOnly)),
+        };
+        Ok(Ok(output.lines().map(|line| comparable(line, unlike)).collect()))
     }
 }
 
@@ -273,6 +277,17 @@ fn in_short(error: &str) -> String {
     let mut words = error.lines().next().unwrap_or_default().split(": ").skip(1);
     let first = words.next().unwrap_or(error);
     words.last().map_or_else(|| first.to_owned(), |last| format!("{first}: {last}"))
+}
+
+/// Returns an error without the ids of pods and containers.
+fn without_ids(error: &str) -> String {
+    let is_id = |word: &str| word.len() == 64 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let words = error.split_inclusive(|char: char| !char.is_ascii_alphanumeric());
+    let word = |word: &str| {
+        let bare = word.trim_end_matches(|char: char| !char.is_ascii_alphanumeric());
+        if is_id(bare) { word.replace(bare, "ID") } else { word.to_owned() }
+    };
+    words.map(word).collect()
 }
 
 /// Returns the lines that only one side has, but for the names that [`GHOSTS`] and [`BENEATH`] explain.
@@ -323,21 +338,32 @@ fn may_hide_links(parts: &[Part]) -> bool {
     lowest.is_some_and(|lowest| entries().any(|(layer, _)| layer > lowest))
 }
 
+/// What an image and its container have, of which some is not compared.
+#[derive(Clone, Copy)]
+struct Unlike {
+    has_links: bool,
+    has_volumes: bool,
+    is_read_only: bool,
+}
+
 /// Returns a line without what differs by chance: the content of the pod's own files, and times of what was just made;
-/// without link counts unless `has_links`, and without what [`COPIED`] explains.
-fn comparable(line: &str, has_links: bool, has_volumes: bool) -> String {
+/// without link counts unless the image has links, and without what [`COPIED`] and [`IN_MEMORY`] explain.
+fn comparable(line: &str, of: Unlike) -> String {
     let mut words = line.split(' ');
     let path = words.next().unwrap_or_default();
-    let is_copied = has_volumes && line.contains(" dir ");
+    let is_dir = line.contains(" dir ");
     let mut kept = vec![path];
     for word in words {
-        let is_new = word.strip_prefix("time=").is_some_and(|time| time != "1700000000");
-        let is_content = word.len() == 16 || word.starts_with("size=") || word.starts_with("time=");
-        let is_unlike = word.starts_with("links=") && !has_links;
-        if is_unlike || is_content && OWN.contains(&path) || is_copied && word.starts_with("time=") {
+        let is_time = word.starts_with("time=");
+        let is_content = word.len() == 16 || word.starts_with("size=") || is_time;
+        let is_unlike = word.starts_with("links=") && !of.has_links
+            || is_content && OWN.contains(&path)
+            || is_dir && of.has_volumes && is_time
+            || is_dir && of.is_read_only && word.starts_with("user.");
+        if is_unlike {
             continue;
         }
-        kept.push(if is_new { "time=new" } else { word });
+        kept.push(if is_time && word != "time=1700000000" { "time=new" } else { word });
     }
     kept.join(" ")
 }

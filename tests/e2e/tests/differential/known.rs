@@ -137,3 +137,7 @@ pub const COPIED: &str =
 /// Why runc may hide the pod's own files.
 pub const BENEATH: &str = "containerd mounts an image's volume after the pod's own files, and a link of the image may lead it \
                            to their directory";
+
+/// Why users' attributes of directories are not compared in read-only containers.
+pub const IN_MEMORY: &str = "what is made for the mounts of a read-only container is in the guest's memory, where Linux 6.1 has no \
+                             attributes of users";

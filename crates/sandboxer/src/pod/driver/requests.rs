@@ -69,12 +69,12 @@ impl Driver {
             }
             Request::Resize { of, exec, columns, rows, reply } => {
                 let checked = self.running(&of, exec.as_ref());
-                // As runc's shim: a size for what has no terminal, or none yet, is no error.
+                // As with runc's shim, a size for what has no terminal, or none yet, is no error, also of an ended container.
                 let is_idle = self.process(&of, exec.as_ref()).is_ok_and(|process| {
                     !process.stdio.terminal
                         || (exec.is_some() && matches!(*process.phase.borrow(), Phase::Created))
                 });
-                if checked.is_ok() && is_idle {
+                if is_idle && (checked.is_ok() || exec.is_none()) {
                     return answer(reply, Ok(()));
                 }
                 self.forward(checked, reply, move |live| async move {

@@ -57,8 +57,8 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     if report.manifest.vmm.get("accelerator").is_some_and(|name| name == "tcg") {
         warn(
             "Guests ran emulated (TCG), without KVM.".into(),
-            "Boot and all guest code take about ten times longer than on KVM: do not compare these figures with others \
-             that was taken on KVM.",
+            "Boot and all guest code take about ten times longer than on KVM: do not compare these figures with any \
+             that were measured on KVM.",
         );
     }
     if wall && report.manifest.host.get("virtual_machine").is_some_and(|flag| flag == true) {

@@ -430,7 +430,8 @@ fn creation(rng: &mut StdRng, of: Of) -> Step {
 
 fn kill(rng: &mut StdRng, of: Of) -> Step {
     let signal = *SIGNALS.choose(rng).unwrap_or(&9);
-    Step::Kill { of, signal, all: of.exec.is_none() && rng.random_bool(0.2) }
+    // Since runc 1.2, a signal to all goes to the init alone, unless it kills; here it goes to all.
+    Step::Kill { of, signal, all: signal == 9 && of.exec.is_none() && rng.random_bool(0.2) }
 }
 
 /// A step that makes sense where the sequence is.

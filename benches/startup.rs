@@ -133,6 +133,7 @@ fn containers(group: &mut Group<'_>, runtime: &Runtime, dir: &Path, of_daemon: &
         id: "c".parse().unwrap(),
         bundle,
         mounts: Vec::new(),
+        root: None,
         stdio: Default::default(),
         beside: Vec::new(),
     };

@@ -28,6 +28,7 @@ use crate::{
     forward::Connections,
     pids::SharedPids,
     reaper::Reaper,
+    resolver::Resolver,
     service::Service,
     shares::Shares,
     volume::Volumes,
@@ -60,6 +61,7 @@ mod pod;
 mod port;
 mod process;
 mod reaper;
+mod resolver;
 mod rootfs;
 mod runtime;
 mod scratch;
@@ -118,6 +120,7 @@ async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert:
         events,
         link_key,
         connections: Connections::default(),
+        resolver: Resolver::default(),
         shares: Arc::<Shares>::default(),
         delivered: Default::default(),
     });

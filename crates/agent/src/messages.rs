@@ -55,6 +55,7 @@ fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
         Some(W::Tmpfs(upper)) => Writable::Tmpfs { size_bytes: upper.size_bytes },
         Some(W::Overlay(upper)) => Writable::Overlay(disk(upper)),
         Some(W::Whole(root)) => Writable::Whole(disk(root)),
+        Some(W::Share(path)) => Writable::Share(path.into()),
         _ => return Err(Failure::invalid("rootfs: has no writable part")),
     };
     let plan = Plan { lower: rootfs.lower.iter().map(disk).collect(), writable };

@@ -1,4 +1,4 @@
-//! Mounts a container's root file system from disks, and unmounts it.
+//! Mounts a container's root file system from disks, or from a share of the host, and unmounts it.
 //!
 //! ```text
 //! /run/sandboxer/containers/<id>/
@@ -22,7 +22,10 @@ use std::{
 };
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use sandboxer_protocol::id::{ContainerId, Id};
+use sandboxer_protocol::{
+    id::{ContainerId, Id},
+    share::GUEST_DIR,
+};
 
 use crate::{
     disk,
@@ -60,6 +63,8 @@ pub enum Writable {
     Overlay(Disk),
     /// The root disk itself, without an overlay.
     Whole(Disk),
+    /// The root itself, a share of the host at this path, without an overlay.
+    Share(PathBuf),
 }
 
 /// The parts of a root file system.
@@ -97,13 +102,17 @@ impl Plan {
     /// Checks that the parts fit together.
     pub fn check(&self) -> Result<(), Failure> {
         let disks = self.lower.iter().chain(match &self.writable {
-            Writable::Tmpfs { .. } => None,
+            Writable::Tmpfs { .. } | Writable::Share(_) => None,
             Writable::Overlay(disk) | Writable::Whole(disk) => Some(disk),
         });
         for disk in disks {
             disk.check()?;
         }
         match (&self.writable, self.lower.len()) {
+            (Writable::Share(path), _) if !is_share(path) => {
+                Err(Failure::invalid(format!("rootfs: {path:?} is not a share of the host")))
+            }
+            (Writable::Share(_), 1..) => Err(Failure::invalid("rootfs: a share takes no layers below it")),
             (Writable::Whole(_), 1..) => {
                 Err(Failure::invalid("rootfs: a whole disk takes no layers below it"))
             }
@@ -115,6 +124,11 @@ impl Plan {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns whether the root is the host's, and may block whoever looks at it.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.writable, Writable::Share(_))
     }
 
     /// Waits for all disks.
@@ -136,6 +150,7 @@ impl Plan {
             Writable::Overlay(disk) if disk.scratch => LocatedWritable::Scratch(scratch::locate(disk).await?),
             Writable::Overlay(disk) => LocatedWritable::Overlay(device(disk).await?),
             Writable::Whole(disk) => LocatedWritable::Whole(device(disk).await?),
+            Writable::Share(path) => LocatedWritable::Share(path.clone()),
         };
         Ok(Located { lower, writable })
     }
@@ -158,6 +173,7 @@ enum LocatedWritable {
     Scratch(scratch::Located),
     Overlay(Device),
     Whole(Device),
+    Share(PathBuf),
 }
 
 /// The directories for the writable file system; scratch disks use the last one.
@@ -232,6 +248,12 @@ impl Dir {
         if let LocatedWritable::Whole(device) = &plan.writable {
             return device.mount(&self.rootfs());
         }
+        if let LocatedWritable::Share(path) = &plan.writable {
+            let bind = MsFlags::MS_BIND | MsFlags::MS_REC;
+            return mount(Some(path), &self.rootfs(), None::<&str>, bind, None::<&str>).map_err(internal(
+                format!("cannot mount {} on {}", path.display(), self.rootfs().display()),
+            ));
+        }
         let mut lowerdir = String::from("lowerdir=");
         for (n, layer) in plan.lower.iter().enumerate() {
             let path = self.path.join(format!("l{n}"));
@@ -250,8 +272,8 @@ impl Dir {
             }
             LocatedWritable::Scratch(disk) => disk.place(&writable)?,
             LocatedWritable::Overlay(device) => device.mount(&writable)?,
-            // The root disk was handled above.
-            LocatedWritable::Whole(_) => {}
+            // These were handled above.
+            LocatedWritable::Whole(_) | LocatedWritable::Share(_) => {}
         }
         let upper = writable.join("u");
         create_dir(&upper)?;
@@ -304,6 +326,12 @@ impl Device {
     }
 }
 
+/// Returns whether a path is that of a share.
+fn is_share(path: &Path) -> bool {
+    let name = path.strip_prefix(GUEST_DIR).ok().and_then(Path::to_str);
+    name.is_some_and(|name| name.parse::<Id>().is_ok())
+}
+
 fn mount_tmpfs(path: &Path, options: &str) -> Result<(), Failure> {
     mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(options))
         .map_err(internal(format!("cannot mount a tmpfs ({options}) on {}", path.display())))
@@ -347,6 +375,13 @@ mod tests {
         let astray = Disk { scratch: true, read_only: false, ..disk("../s", "ext4") };
         assert!(refused(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("not an identifier"));
         assert!(Plan { lower: vec![], writable: Writable::Whole(disk("b", "ext4")) }.check().is_ok());
+        let share = |path: &str| Writable::Share(path.into());
+        for path in ["/run/sandboxer/shares", "/run/sandboxer/shares/../volumes", "/etc", "5e"] {
+            assert!(refused(vec![], share(path)).contains("is not a share"), "{path}");
+        }
+        let shared = || share("/run/sandboxer/shares/5e0a");
+        assert!(refused(vec![disk("a", "erofs")], shared()).contains("takes no layers"));
+        assert!(Plan { lower: vec![], writable: shared() }.check().is_ok());
     }
 
     #[test]

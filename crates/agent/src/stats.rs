@@ -33,8 +33,8 @@ pub struct Stats {
     pub fs_inodes: u64,
 }
 
-/// Reads the usage of one container with its written data in `writable`.
-pub fn of_container(cgroup: &Cgroup, writable: &Path) -> Stats {
+/// Reads the usage of one container with its written data in `writable`; `None`: the host has it.
+pub fn of_container(cgroup: &Cgroup, writable: Option<&Path>) -> Stats {
     let mut stats = of_group(cgroup);
     stats.memory_usage = number(cgroup, "memory.current").unwrap_or(0);
     stats.memory_limit = number(cgroup, "memory.max").unwrap_or(UNLIMITED);
@@ -42,7 +42,9 @@ pub fn of_container(cgroup: &Cgroup, writable: &Path) -> Stats {
     stats.pids = number(cgroup, "pids.current").unwrap_or(0);
     stats.pids_limit = number(cgroup, "pids.max").unwrap_or(UNLIMITED);
     stats.oom_kills = cgroup.oom_kills();
-    measure(&mut stats, writable);
+    if let Some(writable) = writable {
+        measure(&mut stats, writable);
+    }
     stats
 }
 

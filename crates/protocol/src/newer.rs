@@ -46,8 +46,37 @@ pub const PROCESSES: Newer =
 pub const IMAGE_VOLUMES: Newer =
     Newer { part: IMAGE_VOLUME, since: 7, what: "volumes of an image on the container's disk" };
 
+/// A root file system that containers and the host share.
+pub const SHARED_ROOT: Newer =
+    Newer { part: "Rootfs.share", since: 7, what: "root file systems that their callers mount" };
+
+/// A name server of the host for a guest's programs.
+pub const TAKE_QUERY: Newer = Newer { part: "rpc TakeQuery", since: 7, what: NAMES };
+const ANSWER_QUERY: Newer = Newer { part: "rpc AnswerQuery", since: 7, what: NAMES };
+const NAMES: &str = "names of docker's networks";
+const NAMES_PARTS: [Newer; 5] = [
+    Newer { part: "TakeQueryRequest.address", since: 7, what: NAMES },
+    Newer { part: "TakeQueryResponse.query", since: 7, what: NAMES },
+    Newer { part: "TakeQueryResponse.data", since: 7, what: NAMES },
+    Newer { part: "AnswerQueryRequest.query", since: 7, what: NAMES },
+    Newer { part: "AnswerQueryRequest.data", since: 7, what: NAMES },
+];
+
 /// All of them.
-pub const NEWER: [&Newer; 4] = [&HOST_SYSCTLS, &REMOVES_OTHER_CARDS, &PROCESSES, &IMAGE_VOLUMES];
+pub const NEWER: [&Newer; 12] = [
+    &HOST_SYSCTLS,
+    &REMOVES_OTHER_CARDS,
+    &PROCESSES,
+    &IMAGE_VOLUMES,
+    &SHARED_ROOT,
+    &TAKE_QUERY,
+    &ANSWER_QUERY,
+    &NAMES_PARTS[0],
+    &NAMES_PARTS[1],
+    &NAMES_PARTS[2],
+    &NAMES_PARTS[3],
+    &NAMES_PARTS[4],
+];
 
 /// The directory below which a mount's source means something to an agent.
 const GUEST: &str = "/run/sandboxer";
@@ -125,8 +154,11 @@ pub fn in_source(source: &Path, version: u32) -> Option<&'static Newer> {
 
 /// Returns in words what pods lack whose agents speak `version`.
 pub fn lacked_by(version: u32) -> String {
-    let lacked = NEWER.iter().filter(|newer| newer.since > version).map(|newer| newer.what);
-    lacked.collect::<Vec<_>>().join(", ")
+    let mut lacked: Vec<_> =
+        NEWER.iter().filter(|newer| newer.since > version).map(|newer| newer.what).collect();
+    // Parts that belong together are beside each other.
+    lacked.dedup();
+    lacked.join(", ")
 }
 
 #[cfg(test)]

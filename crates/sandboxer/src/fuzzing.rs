@@ -21,6 +21,7 @@ pub fn guest_spec(pod: &PodSpec, container: &ContainerId, text: &[u8]) -> Result
         id: container.clone(),
         bundle: Default::default(),
         mounts: Vec::new(),
+        root: None,
         stdio: Default::default(),
         beside: Vec::new(),
     };

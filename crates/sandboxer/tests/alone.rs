@@ -31,7 +31,7 @@ use sandboxer_front::frame::REPEATED;
 use sandboxer_host::network::namespace;
 use sandboxer_vmm_fake::FakeVmm;
 use serde_json::json;
-use test_node::{TestNode, id, phase};
+use test_node::{TestNode, find_share_server, id, phase};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use ttrpc::{Code, asynchronous::TtrpcContext};
@@ -207,6 +207,24 @@ async fn a_container_is_a_pod_from_its_start_to_its_deletion() {
     assert_eq!(failed(place.tasks.delete(&from("web"), delete()).await).0, Code::NOT_FOUND);
     // Its id is free again.
     place.create().await;
+}
+
+#[tokio::test]
+async fn a_root_that_its_caller_has_mounted_is_a_live_share() {
+    let place = Place::new();
+    find_share_server();
+    let root = place.test.dir.path().join("rootfs");
+    let bundle = place.bundle("web", |spec| spec["root"]["path"] = json!(root));
+    let request = CreateTaskRequest { rootfs: Vec::new(), ..place.request(&bundle) };
+    place.tasks.create(&from("web"), request).await.unwrap();
+    place.start().await;
+    let seen = place.agent.roots.lock().unwrap().pop().unwrap();
+    assert!(seen.lower.is_empty() && seen.share().starts_with("/run/sandboxer/shares/"), "{seen}");
+    let pod = place.test.node.registry.pod(&id(C)).unwrap();
+    assert!(pod.inspect().await.unwrap().containers.iter().all(|container| container.disks.is_empty()));
+    place.tasks.kill(&from("web"), kill(9)).await.unwrap();
+    place.tasks.delete(&from("web"), delete()).await.unwrap();
+    assert!(place.test.vmm.running().is_empty());
 }
 
 #[tokio::test]

@@ -76,6 +76,8 @@ pub struct Container {
     fingerprint: u64,
     /// Whether the init is not PID 1 of its namespace, so that its exit ends no other process.
     sees_others: bool,
+    /// Whether the root file system is a share of the host.
+    is_root_shared: bool,
     init: Arc<Process>,
     /// The exit code of an init that a signal ended before its start.
     unstarted: Arc<OnceLock<u32>>,
@@ -115,6 +117,7 @@ impl Container {
             cgroup: Cgroup::of(&request.id),
             fingerprint: fingerprint(request),
             sees_others: request.sees != PidMode::Own,
+            is_root_shared: request.rootfs.is_shared(),
             init: Arc::new(Process::new(request.stdio)),
             unstarted: Arc::default(),
             message: request
@@ -396,7 +399,9 @@ impl Container {
 
     /// Reads the container's resource usage.
     pub fn stats(&self) -> Stats {
-        stats::of_container(&self.cgroup, &Dir::of(&self.id).writable())
+        // The agent never looks at the host's files, which may block.
+        let writable = (!self.is_root_shared).then(|| Dir::of(&self.id).writable());
+        stats::of_container(&self.cgroup, writable.as_deref())
     }
 
     /// Removes the container, unless its init is running.

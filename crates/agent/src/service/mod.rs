@@ -20,6 +20,7 @@ use crate::{
     io::{CAPACITY, Output},
     messages::{self, container_id, exec_id},
     process::Process,
+    resolver::Resolver,
     shares::Shares,
     sync::{detached, lock},
     volume::Volumes,
@@ -37,6 +38,8 @@ pub struct Service {
     pub link_key: watch::Sender<LinkKey>,
     /// The host's connections to ports of the pod.
     pub connections: Connections,
+    /// The name server on the loopback that the host's answers for.
+    pub resolver: Resolver,
     /// The host's file shares that are mounted in the guest.
     pub shares: Arc<Shares>,
     /// The request identifiers of the signals that were delivered last. The lock is held while a signal is delivered,

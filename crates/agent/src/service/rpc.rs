@@ -356,6 +356,26 @@ impl Agent for Service {
         Ok(wire::CloseConnectionResponse::default())
     }
 
+    async fn take_query(
+        &self,
+        _: &TtrpcContext,
+        request: wire::TakeQueryRequest,
+    ) -> Response<wire::TakeQueryResponse> {
+        let address = <[u8; 4]>::try_from(request.address.as_slice())
+            .map_err(|_| refuse(Failure::invalid("the address of a name server has four bytes")))?;
+        let (query, data) = self.resolver.take(address.into()).await.map_err(refuse)?;
+        Ok(wire::TakeQueryResponse { query, data, ..Default::default() })
+    }
+
+    async fn answer_query(
+        &self,
+        _: &TtrpcContext,
+        request: wire::AnswerQueryRequest,
+    ) -> Response<wire::AnswerQueryResponse> {
+        self.resolver.answer(request.query, &request.data).await;
+        Ok(wire::AnswerQueryResponse::default())
+    }
+
     async fn next_events(
         &self,
         _: &TtrpcContext,

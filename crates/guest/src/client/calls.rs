@@ -1,6 +1,9 @@
 //! The calls to an agent, one method each.
 
-use std::time::{Duration, Instant};
+use std::{
+    net::Ipv4Addr,
+    time::{Duration, Instant},
+};
 
 use sandboxer_base::{clock::now_ns, failpoint::pass};
 use sandboxer_protocol::{
@@ -293,6 +296,21 @@ impl Agent {
     pub async fn close_connection(&self, connection: u64) -> Result<(), GuestError> {
         let request = wire::CloseConnectionRequest { connection, ..Default::default() };
         call!(self, close_connection, self.short(), request).map(drop)
+    }
+
+    /// Waits for a query that a program of the guest sends to the name server at `address`, on the guest's loopback. Returns the
+    /// query's number, and the query.
+    pub async fn take_query(&self, address: Ipv4Addr) -> Result<(u64, Vec<u8>), GuestError> {
+        let address = address.octets().to_vec();
+        let request = wire::TakeQueryRequest { address, ..Default::default() };
+        call_again!(self, take_query, Context::default(), Duration::MAX, request)
+            .map(|answer| (answer.query, answer.data))
+    }
+
+    /// Gives a program of the guest the answer to its query.
+    pub async fn answer_query(&self, query: u64, data: Vec<u8>) -> Result<(), GuestError> {
+        let request = wire::AnswerQueryRequest { query, data, ..Default::default() };
+        call!(self, answer_query, self.short(), request).map(drop)
     }
 
     /// Returns whether the shares are mounted in the guest, which then carries their requests itself.

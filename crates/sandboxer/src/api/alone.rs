@@ -70,6 +70,9 @@ pub struct Alone {
     waiting: Mutex<HashMap<ContainerId, Arc<Waiting>>>,
 }
 
+/// Type, source and options of a mount.
+type Mounted = (String, String, Vec<String>);
+
 /// What the next worker has to know of a waiting container.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Note {
@@ -77,7 +80,10 @@ struct Note {
     /// The container's namespace in containerd.
     namespace: String,
     /// Type, source and options of each mount of the container's snapshot.
-    mounts: Vec<root::Mounted>,
+    mounts: Vec<Mounted>,
+    /// The directory with the container's root file system, if there is no snapshot.
+    #[serde(default)]
+    root: Option<PathBuf>,
     stdio: StdioPaths,
     /// The container's network namespace.
     netns: PathBuf,
@@ -156,7 +162,7 @@ impl Waiting {
 
     fn new_container(&self) -> NewContainer {
         let note = self.note();
-        let mount = |(fstype, source, options): &root::Mounted| Mount {
+        let mount = |(fstype, source, options): &Mounted| Mount {
             fstype: fstype.clone(),
             source: source.clone(),
             options: options.clone(),
@@ -165,6 +171,7 @@ impl Waiting {
             id: self.id.clone(),
             bundle: note.bundle.clone(),
             mounts: note.mounts.iter().map(mount).collect(),
+            root: note.root.clone(),
             stdio: note.stdio.clone(),
             beside: Vec::new(),
         }
@@ -226,15 +233,16 @@ impl Alone {
         let spec = bundle::spec(id, dir)?;
         let asked = request::network(id, &spec)?;
         let mount = |mount: &WireMount| (mount.type_.clone(), mount.source.clone(), mount.options.clone());
-        let mounts = match request.rootfs.as_slice() {
-            [] => root::mounts(id, &spec, dir)?,
-            mounts => mounts.iter().map(mount).collect(),
+        let root = match request.rootfs.as_slice() {
+            [] => Some(root::of(id, &spec, dir)?),
+            _ => None,
         };
         let (occupant, netns) = self.enter(id, asked)?;
         let note = Note {
             bundle: dir.to_owned(),
             namespace: of.to_owned(),
-            mounts,
+            mounts: request.rootfs.iter().map(mount).collect(),
+            root,
             stdio: StdioPaths {
                 stdin: request.stdin.clone().into(),
                 stdout: request.stdout.clone().into(),

@@ -139,6 +139,7 @@ impl TaskService {
                 .into_iter()
                 .map(|mount| Mount { fstype: mount.type_, source: mount.source, options: mount.options })
                 .collect(),
+            root: None,
             stdio: StdioPaths {
                 stdin: request.stdin.into(),
                 stdout: request.stdout.into(),

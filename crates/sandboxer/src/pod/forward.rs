@@ -1,5 +1,6 @@
 //! Port forwarding: containerd connects to localhost in the pod's network namespace, and reaches the same port of the
-//! guest's loopback. Host ports of a hostNetwork pod are forwarded in the same way.
+//! guest's loopback. Host ports of a hostNetwork pod are forwarded in the same way. The other way go queries of names: see
+//! `resolve`.
 
 use std::{io, net, path::Path, sync::Arc, time::Duration};
 
@@ -20,7 +21,7 @@ use tokio::{
 };
 use tokio_util::task::AbortOnDropHandle;
 
-use super::spec::PodSpec;
+use super::{resolve, spec::PodSpec};
 use crate::error::PodError;
 
 /// Maximum number of concurrent connections of a pod: half of the agent's limit.
@@ -41,6 +42,8 @@ const QUESTIONS: u32 = 6;
 #[derive(Debug)]
 pub struct Forwarding {
     _task: AbortOnDropHandle<()>,
+    /// Carries queries to a name server in the pod's network namespace.
+    _resolving: Option<AbortOnDropHandle<()>>,
     /// The pod's listeners on the host.
     host_ports: Vec<net::TcpListener>,
 }
@@ -49,6 +52,13 @@ impl Forwarding {
     /// Begins to forward: connections in the pod's network namespace or, if it has none, those of `host_ports`.
     pub fn begin(spec: &PodSpec, host_ports: Vec<net::TcpListener>, agent: Agent) -> Self {
         let (pod, netns) = (spec.id.clone(), spec.netns.clone());
+        let resolving = match (&spec.bundle, &spec.netns) {
+            (Some(bundle), Some(netns)) if spec.alone => {
+                let serving = resolve::serve(pod.clone(), bundle.clone(), netns.clone(), agent.clone());
+                Some(AbortOnDropHandle::new(tokio::spawn(serving)))
+            }
+            _ => None,
+        };
         let copies = host_ports.iter().filter_map(|listener| listener.try_clone().ok()).collect();
         let forwarding = async move {
             match netns {
@@ -56,7 +66,8 @@ impl Forwarding {
                 None => serve_host(pod, host_ports, agent).await,
             }
         };
-        Self { _task: AbortOnDropHandle::new(tokio::spawn(forwarding)), host_ports: copies }
+        let task = AbortOnDropHandle::new(tokio::spawn(forwarding));
+        Self { _task: task, _resolving: resolving, host_ports: copies }
     }
 
     /// Ends the forwarding. Returns the pod's listeners on the host, which are still open.

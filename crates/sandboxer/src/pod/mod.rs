@@ -24,6 +24,7 @@ pub mod registry;
 pub mod rehearsal;
 mod request;
 mod resize;
+mod resolve;
 mod running_vm;
 mod session;
 pub mod spare;

@@ -127,6 +127,7 @@ impl Rehearsal {
             id: container.clone(),
             bundle: bundle.clone(),
             mounts: vec![image.clone()],
+            root: None,
             stdio: StdioPaths {
                 stdout: bundle.join(STDOUT),
                 stderr: bundle.join(STDERR),

@@ -80,6 +80,8 @@ pub struct FakeAgent {
     pub identity: Arc<Mutex<wire::ConfigurePodRequest>>,
     /// Specifications of the containers that were created, in their order.
     pub specs: Arc<Mutex<Vec<serde_json::Value>>>,
+    /// Root file systems of the containers.
+    pub roots: Arc<Mutex<Vec<wire::Rootfs>>>,
     began: Began,
 }
 
@@ -291,6 +293,7 @@ impl Agent for FakeAgent {
             self.hanging.send_modify(|hanging| *hanging += 1);
             let _ = self.goes_on.subscribe().wait_for(|goes_on| *goes_on).await;
         }
+        self.roots.lock().unwrap().push(request.rootfs.clone().unwrap_or_default());
         self.specs.lock().unwrap().push(serde_json::from_slice(&request.spec_json).unwrap());
         self.add(request.container_id, String::new());
         // The second is more than any request takes: a guest may say anything.

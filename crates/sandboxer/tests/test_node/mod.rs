@@ -93,6 +93,7 @@ impl TestNode {
         };
         NewContainer {
             id: id.parse().unwrap(),
+            root: None,
             stdio: StdioPaths {
                 stdin: Default::default(),
                 stdout: fifo("stdout"),
@@ -134,7 +135,7 @@ fn with_bind(container: NewContainer, at: &str, dir: &Path) -> NewContainer {
 }
 
 /// The daemon starts the share server from beside its own program: here, from beside this test's.
-fn find_share_server() {
+pub fn find_share_server() {
     const PROGRAM: &str = "sandboxer-share";
     let own = std::env::current_exe().unwrap();
     let beside = own.with_file_name(PROGRAM);

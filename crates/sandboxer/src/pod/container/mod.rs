@@ -43,6 +43,8 @@ pub struct NewContainer {
     pub bundle: PathBuf,
     /// The mounts of the container's snapshot.
     pub mounts: Vec<Mount>,
+    /// The directory of the host that is the container's root file system, if it has no snapshot.
+    pub root: Option<PathBuf>,
     /// The FIFOs of the container's init.
     pub stdio: StdioPaths,
     /// Containers that run in the same pod; set by the pod's task.

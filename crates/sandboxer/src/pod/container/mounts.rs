@@ -68,6 +68,23 @@ pub async fn look(
     Ok(looked)
 }
 
+/// Returns the share of the directory of the host that is the root file system of `container`.
+pub async fn root(
+    helpers: &Helpers,
+    pod: &PodSpec,
+    container: &ContainerId,
+    root: &Path,
+) -> Result<Share, PodError> {
+    let options = ["rbind", "rw"].map(str::to_owned).to_vec();
+    let mount = bind(container, Path::new("/"), root.to_owned(), options)?;
+    let looked = helpers.of(&pod.uid).look(&pod.id, &mount).await.map_err(VolumeError::from)?;
+    let mut all = Mounts::default();
+    all.bind(pod, container, looked)?;
+    all.shares
+        .pop()
+        .ok_or_else(|| invalid(container, format!("its root file system {root:?} is not a directory")))
+}
+
 /// Reads the sources of bind mounts of the pod of `kubelet` in this thread; for sources that cannot hang.
 #[cfg(any(test, fuzzing))]
 pub fn looked_at(kubelet: &sandboxer_host::volume::Kubelet, mounts: &[Mount]) -> Result<AllLooked, PodError> {

@@ -56,6 +56,8 @@ pub struct GuestSpec {
     pub needed: Vec<Needed>,
     /// The container's live shares.
     pub shares: Vec<Share>,
+    /// The path in the guest of the share that is the root file system; `None`: disks are.
+    pub root: Option<PathBuf>,
     /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
     /// CPUs of the host that the container may use, as a list; `None`: all. They confine the VMM, not the guest.
@@ -89,7 +91,16 @@ pub async fn read(
     let spec = parse_json(new, &text)?;
     let mounts = spec.mounts().as_deref().unwrap_or_default();
     let looked = mounts::look(helpers, pod, container, mounts, on_disk).await?;
-    convert(pod, new, spec, looked, on_disk)
+    let root = match &new.root {
+        Some(root) => Some(mounts::root(helpers, pod, container, root).await?),
+        None => None,
+    };
+    let mut guest_spec = convert(pod, new, spec, looked, on_disk)?;
+    if let Some(root) = root {
+        guest_spec.root = Some(root.guest_path());
+        guest_spec.shares.push(root);
+    }
+    Ok(guest_spec)
 }
 
 /// Returns the error for a spec of this length.
@@ -182,6 +193,7 @@ fn convert(
         devices,
         needed,
         shares,
+        root: None,
         message,
         cpus,
         mems,
@@ -332,6 +344,7 @@ mod tests {
             id: "c".parse().unwrap(),
             bundle: bundle.to_owned(),
             mounts: Vec::new(),
+            root: None,
             stdio: Default::default(),
             beside: beside.iter().map(|id| id.parse().unwrap()).collect(),
         }

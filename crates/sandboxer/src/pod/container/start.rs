@@ -4,7 +4,7 @@
 
 use std::{
     mem,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -132,6 +132,9 @@ async fn try_create(
     }
 
     let prepared = stages.run(Stage::Rootfs, async {
+        if guest_spec.root.is_some() {
+            return Ok(None);
+        }
         let planned = rootfs.prepare(&pod.id, &new.id, &new.mounts);
         let mut plan = cancel.run_until_cancelled(planned).await.ok_or_else(cancelled)??;
         if let Some(image) = plan.lower.first_mut()
@@ -142,7 +145,7 @@ async fn try_create(
         let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
         // The rest depends on this guest's speed, so the permit is released: other pods must not wait for it.
         drop(place);
-        Ok::<_, PodError>((plan, scratch))
+        Ok::<_, PodError>(Some((plan, scratch)))
     });
     let shared = async {
         match guest_spec.shares.as_slice() {
@@ -155,10 +158,17 @@ async fn try_create(
     };
     // Await both, as below.
     let (prepared, shared) = future::join(prepared, shared).await;
-    let (mut plan, scratch) = prepared?;
+    let prepared = prepared?;
     shared?;
-    let leases = mem::take(&mut plan.leases);
-    let (rootfs, disks, opened) = rootfs_message(plan, guest_spec.rootfs_bytes);
+    let (mut leases, mut made) = (Vec::new(), None);
+    let (rootfs, disks, opened) = match prepared {
+        Some((mut plan, scratch)) => {
+            leases = mem::take(&mut plan.leases);
+            made = scratch;
+            rootfs_message(plan, guest_spec.rootfs_bytes)
+        }
+        None => (shared_root(guest_spec.root.as_deref()), Vec::new(), Vec::new()),
+    };
 
     let intent = note(front, pod, &subject, &disks)?;
     let (guest, id, serials, noted) = (live.clone(), new.id.clone(), serials(&disks), intent.clone());
@@ -170,7 +180,7 @@ async fn try_create(
 
     stages.run(Stage::Disks, attach(live, &opened, volumes, &guest_spec.needed)).await?;
     // The VMM has the files open, so they can be closed here and unlinked.
-    drop((scratch, opened));
+    drop((made, opened));
 
     let pid = stages
         .run(Stage::ContainerCreate, async {
@@ -378,6 +388,13 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
         terminal: paths.terminal,
         ..Default::default()
     }
+}
+
+/// Returns the root file system that is the share at this path in the guest.
+fn shared_root(share: Option<&Path>) -> wire::Rootfs {
+    let mut rootfs = wire::Rootfs::new();
+    rootfs.set_share(share.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default());
+    rootfs
 }
 
 /// Converts the plan for the agent, with `bytes` of writable memory if requested. Also returns all disks of the plan,

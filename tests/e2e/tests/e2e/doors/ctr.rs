@@ -1,10 +1,15 @@
 //! `ctr run`, and what else ctr does with a task: containers that no pod of CRI has.
 
 use std::fs;
+use std::net::UdpSocket;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use nix::sched::{CloneFlags, setns};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{BUSYBOX, Case};
 use sandboxer_e2e::eventually;
@@ -16,7 +21,7 @@ use super::{Ended, PATIENCE, run};
 
 crate::cases![
     Any: runs_to_its_end, lives_detached, has_a_terminal, shares_a_directory, has_the_network_of_a_namespace,
-        refuses_what_is_gone;
+        asks_the_name_server_of_its_namespace, shares_the_root_that_its_caller_has, refuses_what_is_gone;
     Vm: does_what_the_page_says, has_its_size, refuses_what_a_guest_cannot_share, publishes_its_events;
     VmAlone: outlives_worker_and_front, outlives_containerd, is_removed_when_its_vmm_dies
 ];
@@ -362,6 +367,108 @@ async fn has_the_network_of_a_namespace(case: Case) -> Result<()> {
         ensure!(ctr.sh("c", "ping -c 1 -W 20 192.0.2.66 >/dev/null && echo reached").await? == "reached");
     }
     ctr.end("c").await?;
+    ctr.close().await
+}
+
+/// A name server at an address of the loopback in a network namespace: it knows one name.
+struct NameServer(Arc<AtomicBool>);
+
+/// The address of docker's own name server.
+const NAME_SERVER: &str = "127.0.0.11";
+
+impl NameServer {
+    /// Answers queries for an address with the second of [`ENDS`].
+    fn start(namespace: &Path) -> Result<Self> {
+        let namespace = fs::File::open(namespace)?;
+        let (ends, listening) = (Arc::new(AtomicBool::new(false)), std::sync::mpsc::channel());
+        let ended = ends.clone();
+        std::thread::spawn(move || {
+            let listen = || -> Result<UdpSocket> {
+                setns(&namespace, CloneFlags::CLONE_NEWNET)?;
+                let socket = UdpSocket::bind((NAME_SERVER, 53))?;
+                socket.set_read_timeout(Some(Duration::from_millis(200)))?;
+                Ok(socket)
+            };
+            let socket = listen();
+            let _ = listening.0.send(socket.as_ref().map(drop).map_err(|error| format!("{error:#}")));
+            let (Ok(socket), mut query) = (socket, [0; 512]) else { return };
+            while !ended.load(Ordering::Relaxed) {
+                let Ok((length, from)) = socket.recv_from(&mut query) else { continue };
+                let _ = socket.send_to(&Self::answer(&query[..length]), from);
+            }
+        });
+        listening.1.recv()?.map_err(anyhow::Error::msg)?;
+        Ok(Self(ends))
+    }
+
+    fn answer(query: &[u8]) -> Vec<u8> {
+        // Up to the end of the question: its name, type and class.
+        let name = query[12..].iter().position(|byte| *byte == 0).unwrap_or_default();
+        let question = &query[12..12 + name + 5];
+        let is_for_address = question[name + 1..name + 3] == [0, 1];
+        let mut answer =
+            [&query[..2], &[0x81, 0x80, 0, 1, 0, u8::from(is_for_address), 0, 0, 0, 0], question].concat();
+        if is_for_address {
+            let address: std::net::Ipv4Addr = ENDS[1].parse().unwrap_or(std::net::Ipv4Addr::UNSPECIFIED);
+            answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 0, 0, 4]);
+            answer.extend(address.octets());
+        }
+        answer
+    }
+}
+
+impl Drop for NameServer {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+async fn asks_the_name_server_of_its_namespace(case: Case) -> Result<()> {
+    let ctr = Ctr::new(&case).await?;
+    let namespaces = Namespaces::new(ctr.dir.path())?;
+    let _server = NameServer::start(&namespaces.of_container())?;
+    let file = ctr.dir.path().join("resolv.conf");
+    fs::write(&file, format!("nameserver {NAME_SERVER}\n"))?;
+    let at = format!("network:{}", namespaces.of_container().display());
+    let mount = format!("type=bind,src={},dst=/etc/resolv.conf,options=rbind:ro", file.display());
+    ctr.detached("c", &["--with-ns", &at, "--mount", &mount]).await?;
+    let said = ctr.sh("c", "nslookup shop; ping -c 1 -W 20 shop >/dev/null && echo reached").await?;
+    ensure!(said.contains(ENDS[1]) && said.ends_with("reached"), "{said}");
+    ctr.end("c").await?;
+    ctr.close().await
+}
+
+async fn shares_the_root_that_its_caller_has(case: Case) -> Result<()> {
+    let ctr = Ctr::new(&case).await?;
+    let root = ctr.dir.path().join("root");
+    for dir in ["bin", "dev", "etc", "proc", "sys", "tmp"] {
+        fs::create_dir_all(root.join(dir))?;
+    }
+    fs::copy("/bin/busybox", root.join("bin/busybox"))?;
+    for applet in ["sh", "cat", "sleep", "stat"] {
+        std::os::unix::fs::symlink("busybox", root.join("bin").join(applet))?;
+    }
+    fs::write(root.join("before"), "host\n")?;
+    let (config, path) = (ctr.config()?, root.to_string_lossy().into_owned());
+    for (id, says) in [("c", "host\n0"), ("second", "guest\n1000")] {
+        let mut args = ctr.run_args(&["-d", "--null-io", "--env", "PATH=/bin", "--rootfs"], &config);
+        args.pop();
+        args.extend([path.as_str(), id, "sh", "-c", WAITS]);
+        ctr.ok(&args).await?;
+        let said = ctr.sh(id, "cat /before && stat -c %u /before && echo guest >/made && cat /later").await;
+        // What the host writes later is there, too.
+        ensure!(said.is_err(), "nobody has written it: {said:?}");
+        fs::write(root.join("later"), "later\n")?;
+        ensure!(
+            ctr.sh(id, "cat /later; echo guest >/made; cat /before; stat -c %u /before").await?
+                == format!("later\n{says}")
+        );
+        ensure!(fs::read_to_string(root.join("made"))? == "guest\n");
+        fs::remove_file(root.join("later"))?;
+        fs::rename(root.join("made"), root.join("before"))?;
+        std::os::unix::fs::chown(root.join("before"), Some(1000), None)?;
+        ctr.end(id).await?;
+    }
     ctr.close().await
 }
 

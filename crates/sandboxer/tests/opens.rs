@@ -75,7 +75,7 @@ const BY_PATH: [&str; 36] = [
 ];
 
 /// What is right all the same: the file, a part of the line, and why.
-const RIGHT: [(&str, &str, &str); 35] = [
+const RIGHT: [(&str, &str, &str); 36] = [
     ("host/src/helper/work.rs", "dir.read_dir()", "a snapshotter's layer, where no pod writes"),
     ("host/src/helper/work.rs", "add_watch(&instance, beneath::itself(dir)", "an open directory"),
     ("host/src/volume/host.rs", "/proc/thread-self/mountinfo", "the kernel's"),
@@ -109,6 +109,7 @@ const RIGHT: [(&str, &str, &str); 35] = [
     ("vmm/src/permit.rs", "xattr(path, ATTRIBUTE", "in a jail, in a directory of root's"),
     ("vmm/src/qemu/vhost.rs", "Path::new(DEVICE)", "a device of the host by a fixed name"),
     ("vmm/src/qemu/vhost.rs", "/proc/{pid}/cmdline", "the kernel's"),
+    ("vmm/src/qemu/vm.rs", "/proc/{pid}/fd/", "an open file of the VMM's"),
     ("vmm/src/qemu/vm.rs", "run_dir", "the VM's own directory"),
     ("vmm/src/qemu/vm.rs", "&memory", "a template's own file"),
     ("vmm/src/qemu/vm.rs", "create_new(true)", "a template's own file"),

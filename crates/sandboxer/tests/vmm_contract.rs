@@ -13,7 +13,7 @@ use std::{
 };
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{Destination, DiskSpec, FIRST_IMAGE, MEMORY, SPARE, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
@@ -23,7 +23,7 @@ use crate::{
         contract::{
             a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back,
             frozen, grows_and_shrinks, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
-            takes_the_disks_of_a_first_container,
+            sealed, takes_the_disks_of_a_first_container,
         },
         serve_in_memory,
     },
@@ -172,6 +172,77 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
     for vm in [first, second] {
         vm.kill().await.unwrap();
     }
+}
+
+/// Of a VM that booted, whose memory is QEMU's own, and then of a copy, whose memory is in a file that it shares.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_vm_is_saved_and_goes_on_and_so_do_its_copies() {
+    let vmm = test_guest::qemu().await;
+    let pod = Pod::new("running");
+    let disks = vec![pod.limited_disk(SPARE)];
+    let mut vm = vmm.boot(&VmSpec { disks, ..pod.spec() }).await.unwrap();
+    let mut guest = Guest::of(&*vm).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    let image = DiskSpec { serial: FIRST_IMAGE.into(), ..pod.read_only_disk("image") };
+    let plugged = [pod.disk("one"), pod.disk("two"), pod.read_only_disk("three")];
+    vm.attach_disk(&image).await.unwrap();
+    for disk in &plugged {
+        vm.attach_disk(disk).await.unwrap();
+        let ro = u8::from(disk.read_only);
+        let seen = format!("disk {0} ro={ro} starts with {0}", disk.serial);
+        assert_eq!(guest.ask(&format!("await {}", disk.serial)).await, seen);
+    }
+    // In another order than they were plugged.
+    let mut records: Vec<_> = plugged.iter().rev().map(DiskSpec::record).collect();
+    records.extend([image.record(), pod.disk(SPARE).record()]);
+    let (first, second) = (Pod::new("first"), Pod::new("second"));
+    for (copy, word) in [(&first, "before"), (&second, "later")] {
+        assert_eq!(guest.ask(&format!("remember {word}")).await, "noted");
+        let to = Destination { dir: copy.path("saved"), memory_mib: pod.spec().memory_mib };
+        std::fs::create_dir(&to.dir).unwrap();
+        let began = std::time::Instant::now();
+        let saved = vm.checkpoint(&to, &records).await.unwrap();
+        vm.resume().await.unwrap();
+        println!("saved, paused for {:?}", began.elapsed());
+        assert_eq!(guest.ask("recall").await, word, "the VM that was saved does not go on");
+        assert_eq!(guest.ask("remember meanwhile").await, "noted");
+
+        let disks = saved.iter().map(|disk| {
+            let record = &disk.record;
+            let content = copy.disk(&format!("{}-of-{}", record.serial, copy.name()));
+            let content = if record.read_only { test_guest::read_only(&content) } else { content };
+            DiskSpec { serial: record.serial.clone(), ..content }
+        });
+        let spec = VmSpec { disks: disks.collect(), ..copy.spec() };
+        let frozen = sealed(to.dir);
+        let copied = vmm.restore(&spec, &frozen).await.unwrap();
+        copied.resume().await.unwrap();
+        let mut at_copy = Guest::of(&*copied).await;
+        assert_eq!(at_copy.ask("recall").await, word);
+        for disk in records.iter().filter(|disk| disk.serial != SPARE) {
+            let ro = u8::from(disk.read_only);
+            let seen = format!("disk {0} ro={ro} starts with {0}-of-{1}", disk.serial, copy.name());
+            assert_eq!(at_copy.ask(&format!("await {}", disk.serial)).await, seen);
+        }
+        copied.attach_disk(&copy.disk("further")).await.unwrap();
+        assert_eq!(at_copy.ask("await further").await, "disk further ro=0 starts with further");
+        copied.detach_disk("further").await.unwrap();
+        assert_eq!(guest.ask("recall").await, "meanwhile");
+        vm.kill().await.unwrap();
+        (vm, guest) = (copied, at_copy);
+        records = saved.into_iter().map(|disk| disk.record).collect();
+    }
+    assert_eq!(guest.ask("recall").await, "later");
+    // Where a disk was removed, a copy would have the next one at its place.
+    vm.detach_disk("one").await.unwrap();
+    records.retain(|disk| disk.serial != "one");
+    let to = Destination { dir: pod.path("saved"), memory_mib: pod.spec().memory_mib };
+    std::fs::create_dir(&to.dir).unwrap();
+    let error = vm.checkpoint(&to, &records).await.unwrap_err();
+    assert!(error.to_string().contains("disk two is at place 1 of its controller and not at 0"), "{error}");
+    vm.resume().await.unwrap();
+    assert_eq!(guest.ask("recall").await, "later");
+    vm.kill().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

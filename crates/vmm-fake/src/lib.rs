@@ -52,6 +52,8 @@ pub enum Fault {
     PlugsAtMost(u64),
     /// Guests release no vCPU.
     KeepsVcpus,
+    /// The VMM saves no running VM.
+    FailsToSave,
 }
 
 /// What is wrong with a running VM.
@@ -185,7 +187,8 @@ impl Vmm for FakeVmm {
             | Fault::RefusesTemplates
             | Fault::HangsOnRestore
             | Fault::PlugsAtMost(_)
-            | Fault::KeepsVcpus => {}
+            | Fault::KeepsVcpus
+            | Fault::FailsToSave => {}
         }
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();

@@ -16,8 +16,8 @@ use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Held, HotpluggedMemory, ShareListener, ShareTransport, Vcpus, Vm, VmExit,
-    VmRecord, VmmError,
+    AgentStream, Destination, DiskRecord, DiskSpec, Held, HotpluggedMemory, MEMORY, SavedDisk, ShareListener,
+    ShareTransport, Vcpus, Vm, VmExit, VmRecord, VmmError,
 };
 use tokio::{net::UnixStream, sync::watch};
 
@@ -220,6 +220,29 @@ impl Vm for FakeVm {
         self.reachable("freeze")?;
         let path = dir.join(STATE);
         fs::write(&path, self.link_key.borrow().to_hex()).map_err(self.path_error("create", path))
+    }
+
+    async fn checkpoint(&self, to: &Destination, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
+        self.reachable("checkpoint")?;
+        if self.fault == Fault::FailsToSave {
+            let reason = "injected refusal".to_owned();
+            return Err(VmmError::Refused {
+                pod: self.record.pod.clone(),
+                call: "checkpoint".into(),
+                reason,
+            });
+        }
+        let path = to.dir.join(MEMORY);
+        fs::write(&path, "memory of a fake VM").map_err(self.path_error("create", path))?;
+        self.freeze(&to.dir).await?;
+        let all = self.disks.borrow().clone();
+        let saved = disks.iter().map(|record| {
+            let disk = all.iter().find(|disk| disk.serial == record.serial);
+            let file = disk.ok_or(io::ErrorKind::NotFound.into()).and_then(|disk| disk.file.descriptor());
+            let file = file.map_err(self.path_error("open", record.path.clone()))?;
+            Ok(SavedDisk { record: record.clone(), file: file.into() })
+        });
+        saved.collect()
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {

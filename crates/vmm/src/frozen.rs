@@ -14,7 +14,7 @@ use std::{
 
 use sandboxer_protocol::id::SandboxId;
 
-use super::{VmmError, run_dir::path_error};
+use super::{DiskRecord, VmmError, run_dir::path_error};
 
 /// Name of the file with the guest's memory in a frozen VM, for a VMM that keeps it in
 /// [`VmSpec::memory_file`](super::VmSpec::memory_file).
@@ -27,6 +27,24 @@ pub const MEMORY: &str = "memory";
 /// CPUs and keeps the old value. Then the copy's time, or only its timers, stop until the counter reaches the
 /// template's value. The remaining seconds are for the time that a copy may take until its counter is written.
 pub const FREEZABLE: Duration = Duration::from_secs(3);
+
+/// The place of a running VM's files in [`Vm::checkpoint`](super::Vm::checkpoint).
+#[derive(Debug)]
+pub struct Destination {
+    /// Empty directory, which only root can enter.
+    pub dir: PathBuf,
+    /// Size of the guest's memory, MiB.
+    pub memory_mib: u64,
+}
+
+/// A disk of a VM that is being saved.
+#[derive(Debug)]
+pub struct SavedDisk {
+    /// The record of the disk.
+    pub record: DiskRecord,
+    /// The disk's content, open for reading. A writable disk changes when the guest is resumed.
+    pub file: File,
+}
 
 /// The files of a frozen VM, checked and sealed: no process can change them any more.
 #[derive(Debug)]

@@ -47,7 +47,7 @@ use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-pub use frozen::{FREEZABLE, Frozen, MEMORY};
+pub use frozen::{Destination, FREEZABLE, Frozen, MEMORY, SavedDisk};
 pub use held::{Held, HeldProcesses};
 pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory, Vcpus};
 pub use rate::{DiskLimits, Rate};
@@ -158,6 +158,16 @@ pub trait Vm: Send + Sync + fmt::Debug {
     /// Stops the guest for good and writes to `dir` what [`Vmm::restore`] needs in addition to
     /// [`VmSpec::memory_file`], with which the VM was booted. The caller kills the VM afterwards.
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
+
+    /// Pauses the guest and writes to `to` what [`Vmm::restore`] needs for copies of it. The guest stays paused, also
+    /// after an error, until [`Vm::resume`]. `disks` are all disks that the VM has; returns them in the order in which
+    /// a copy has to begin with them.
+    async fn checkpoint(&self, to: &Destination, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
+        let _ = (to, disks);
+        let VmRecord { pod, vmm, .. } = self.record();
+        let reason = format!("VMs of {vmm} cannot be saved while they run: only QEMU's can");
+        Err(VmmError::Refused { pod, call: "a checkpoint".into(), reason })
+    }
 
     /// Assigns this VM to `pod` and moves its directory to `run_dir`, which must be empty. Returns the new handle; the
     /// old one must no longer be used.

@@ -46,6 +46,9 @@ pub enum QmpError {
     Closed,
 }
 
+/// Name under which QEMU has the file for the state of a VM.
+const STATE: &str = "state";
+
 /// A connection to one QEMU, after its greeting. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Qmp {
@@ -114,9 +117,8 @@ impl Qmp {
 
     /// Writes the state of a stopped VM to `into`, except the memory in a shared file.
     pub async fn save(&self, into: OwnedFd, limit: Duration) -> Result<(), QmpError> {
-        const NAME: &str = "state";
-        self.command("getfd", json!({ "fdname": NAME }), Some(into), limit).await?;
-        self.migration("migrate", &format!("fd:{NAME}"), limit).await
+        self.command("getfd", json!({ "fdname": STATE }), Some(into), limit).await?;
+        self.migration("migrate", &format!("fd:{STATE}"), limit).await
     }
 
     /// Loads what [`Qmp::save`] wrote, from a descriptor that QEMU inherited. The guest stays stopped.
@@ -124,10 +126,49 @@ impl Qmp {
         self.migration("migrate-incoming", &format!("fd:{from}"), limit).await
     }
 
-    /// Migrates the state of a VM. QEMU's command line sets what is common to all migrations.
+    /// Writes the whole state of a stopped VM to `into`, with its memory, as fast as `into` takes it. The VM can be
+    /// resumed afterwards.
+    pub async fn save_all(&self, into: OwnedFd, limit: Duration) -> Result<(), QmpError> {
+        // QEMU's own limit is 128 MiB/s.
+        let fast = json!({ "max-bandwidth": 1_u64 << 40 });
+        self.execute("migrate-set-parameters", fast, limit).await?;
+        let saved = self.save(into, limit).await;
+        if saved.is_err() {
+            // Best effort: whoever reads `into` waits until QEMU has closed it.
+            let _ = self.execute("migrate_cancel", Value::Null, limit).await;
+            let _ = self.execute("closefd", json!({ "fdname": STATE }), limit).await;
+        }
+        saved
+    }
+
+    /// Returns the numbers of the descriptors in QEMU, by the sets in which they were passed.
+    pub async fn passed_fds(&self, limit: Duration) -> Result<Vec<(u64, u64)>, QmpError> {
+        let answer = self.command("query-fdsets", Value::Null, None, limit).await?;
+        let sets = answer.as_array().map(Vec::as_slice).unwrap_or_default().iter();
+        let number = |of: &Value, name: &str| of.get(name).and_then(Value::as_u64);
+        let passed = sets.filter_map(|set| {
+            let first = set.get("fds")?.as_array()?.first()?;
+            Some((number(set, "fdset-id")?, number(first, "fd")?))
+        });
+        Ok(passed.collect())
+    }
+
+    /// Returns the number of a disk at its controller; `None`: it is at none.
+    pub async fn scsi_id(&self, device: &str, limit: Duration) -> Result<Option<u64>, QmpError> {
+        let asked = json!({ "path": format!("/machine/peripheral/{device}"), "property": "scsi-id" });
+        match self.command("qom-get", asked, None, limit).await {
+            Ok(number) => Ok(number.as_u64()),
+            // QEMU has no error class for this.
+            Err(QmpError::Refused { reason, .. }) if reason.contains("scsi-id' not found") => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Migrates the state of a VM. QEMU's command line sets what is common to all migrations of templates and their
+    /// copies; other VMs have no events without a request.
     async fn migration(&self, command: &str, uri: &str, limit: Duration) -> Result<(), QmpError> {
-        let ignored = json!([{ "capability": "x-ignore-shared", "state": true }]);
-        self.execute("migrate-set-capabilities", json!({ "capabilities": ignored }), limit).await?;
+        let wanted = ["x-ignore-shared", "events"].map(|name| json!({ "capability": name, "state": true }));
+        self.execute("migrate-set-capabilities", json!({ "capabilities": wanted }), limit).await?;
         // Begun before the command, so that the event is not missed.
         let ended = self.waits.begin(|event| {
             event.name == "MIGRATION"
@@ -295,6 +336,19 @@ mod tests {
         assert!(matches!(error, QmpError::Timeout(_)), "{error:?}");
         let error = qmp.blockdev_del("b", LIMIT).await.unwrap_err();
         assert!(matches!(error, QmpError::Refused { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn files_and_places_of_disks_are_found() {
+        let sets = r#"{"return": [{"fdset-id": 9, "fds": [{"fd": 17, "opaque": "x"}]}, {"fdset-id": 8, "fds": []}]}"#;
+        let none = r#"{"error": {"class": "GenericError", "desc": "Property 'virtio-blk-device.scsi-id' not found"}}"#;
+        let gone =
+            r#"{"error": {"class": "DeviceNotFound", "desc": "Device '/machine/peripheral/c' not found"}}"#;
+        let qmp = connected(&[sets, r#"{"return": 3}"#, none, gone]).await;
+        assert_eq!(qmp.passed_fds(LIMIT).await.unwrap(), [(9, 17)]);
+        assert_eq!(qmp.scsi_id("disk-a", LIMIT).await.unwrap(), Some(3));
+        assert_eq!(qmp.scsi_id("disk-b", LIMIT).await.unwrap(), None);
+        assert!(qmp.scsi_id("disk-c", LIMIT).await.is_err());
     }
 
     #[tokio::test]

@@ -17,9 +17,10 @@ use sandboxer_process::{Process, jail, socket};
 use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 use tokio::time::Instant;
 
-use super::{command_line, slots, vhost::Packets};
+use super::{command_line, ram, slots, vhost::Packets};
 use crate::{
-    AgentStream, DiskLimits, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, Destination, DiskLimits, DiskRecord, DiskSpec, MEMORY, SavedDisk, ShareListener,
+    ShareTransport, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, path_error},
 };
@@ -31,6 +32,13 @@ pub(super) const CONSOLE: &str = "console.sock";
 pub(super) const SHARES: &str = "shares.sock";
 /// Name of the file with the state of a frozen VM's devices.
 pub(super) const STATE: &str = "state";
+
+/// The factor of the time limit for writing the memory of a VM, which takes as long as the disk does.
+const LONG_CALL: u32 = 12;
+/// Time before a VM that was just saved is resumed again.
+const FINALIZED: Duration = Duration::from_millis(5);
+/// Size of the buffers of the stream with a VM's memory, bytes.
+const STREAM_BUFFER: usize = 256 << 10;
 
 /// A VM run by QEMU. Clones refer to the same VM.
 #[derive(Debug, Clone)]
@@ -153,6 +161,47 @@ impl QemuVm {
     fn answer(&self, call: &str) -> impl FnOnce(QmpError) -> VmmError {
         answer(&self.record.pod, call)
     }
+
+    /// Opens the files that QEMU has for `disks`. Returns them in the order in which another QEMU has to begin with
+    /// them, so that each is at its place at its controller.
+    async fn open_disks(&self, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
+        let (pod, limit) = (&self.record.pod, self.call_timeout);
+        let passed = self.qmp.passed_fds(limit).await.map_err(self.answer("listing its files"))?;
+        let mut found = Vec::new();
+        for record in disks {
+            let set = command_line::set_of(&record.serial);
+            let Some((_, number)) = passed.iter().find(|(of, _)| *of == set) else {
+                let reason = format!("the VM has no disk {}", record.serial);
+                return Err(VmmError::Refused { pod: pod.clone(), call: "a checkpoint".into(), reason });
+            };
+            let pid = self.record.pid;
+            let opened = fs::File::open(format!("/proc/{pid}/fd/{number}"));
+            let file = opened.map_err(path_error(pod, "open the file of a disk,", record.path.clone()))?;
+            let place = self.qmp.scsi_id(&command_line::device_id(&record.serial), limit).await;
+            let place = place.map_err(self.answer("looking for a disk"))?;
+            found.push((place, SavedDisk { record: record.clone(), file }));
+        }
+        found.sort_by_key(|(place, _)| *place);
+        let mut next = [0; 2];
+        for (place, saved) in &found {
+            let next = &mut next[usize::from(saved.record.read_only)];
+            if let Some(place) = place {
+                if place != next {
+                    return Err(VmmError::Refused {
+                        pod: pod.clone(),
+                        call: "a checkpoint".into(),
+                        reason: format!(
+                            "disk {} is at place {place} of its controller and not at {next}, because a container \
+                             before it was removed",
+                            saved.record.serial
+                        ),
+                    });
+                }
+                *next += 1;
+            }
+        }
+        Ok(found.into_iter().map(|(_, saved)| saved).collect())
+    }
 }
 
 #[async_trait]
@@ -221,7 +270,18 @@ impl Vm for QemuVm {
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
-        self.qmp.cont(self.call_timeout).await.map_err(self.answer("resuming the guest"))
+        let until = Instant::now() + self.call_timeout;
+        loop {
+            match self.qmp.cont(self.call_timeout).await {
+                // It tells that it has saved the VM a moment before it has finished that.
+                Err(QmpError::Refused { reason, .. })
+                    if reason.contains("not finalized") && Instant::now() < until =>
+                {
+                    tokio::time::sleep(FINALIZED).await;
+                }
+                resumed => return resumed.map_err(self.answer("resuming the guest")),
+            }
+        }
     }
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
@@ -240,6 +300,43 @@ impl Vm for QemuVm {
         let state = fs::File::options().write(true).create_new(true).mode(0o600).open(&path);
         let state = state.map_err(path_error(&self.record.pod, "create", path))?;
         self.qmp.save(state.into(), self.call_timeout).await.map_err(self.answer("freezing the guest"))
+    }
+
+    async fn checkpoint(&self, to: &Destination, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
+        if let Some(freezable) = self.freezable {
+            tokio::time::sleep_until(freezable).await;
+        }
+        let saved = self.open_disks(disks).await?;
+        let create = |name: &str| {
+            let path = to.dir.join(name);
+            let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(&path);
+            file.map_err(path_error(&self.record.pod, "create", path))
+        };
+        let (memory, state) = (create(MEMORY)?, create(STATE)?);
+        let pipe = path_error(&self.record.pod, "make a pipe for", to.dir.clone());
+        let (stream, writer) =
+            rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|errno| pipe(errno.into()))?;
+        let bytes = to.memory_mib << 20;
+        // The end of the stream is QEMU's: it comes at the latest with its exit.
+        let splitting = tokio::task::spawn_blocking(move || {
+            let stream = io::BufReader::with_capacity(STREAM_BUFFER, fs::File::from(stream));
+            ram::split(stream, io::BufWriter::with_capacity(STREAM_BUFFER, state), &memory, bytes)
+        });
+        self.pause().await?;
+        let limit = self.call_timeout * LONG_CALL;
+        let sent = self.qmp.save_all(writer, limit).await.map_err(self.answer("saving the guest"));
+        let kept = tokio::time::timeout(limit, splitting).await.map_err(io::Error::other);
+        let kept = kept.and_then(|kept| kept.map_err(io::Error::other)).and_then(|kept| kept);
+        match (sent, kept) {
+            (Ok(()), Ok(_)) => Ok(saved),
+            // QEMU did not write all.
+            (Err(error), Ok(_)) => Err(error),
+            (Err(error), Err(kept)) if kept.kind() == io::ErrorKind::UnexpectedEof => Err(error),
+            // A full disk ends the reader first, and QEMU only sees that nobody reads.
+            (_, Err(kept)) => {
+                Err(path_error(&self.record.pod, "save the guest's memory in", to.dir.clone())(kept))
+            }
+        }
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {

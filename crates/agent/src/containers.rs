@@ -13,6 +13,7 @@ use crate::{
     failure::{Failure, Kind},
     pids,
     rootfs::Disk,
+    runtime::File,
     scratch,
     sync::{detached, lock},
 };
@@ -94,6 +95,37 @@ impl Containers {
         let container = Arc::new(Container::new(request, Arc::clone(&self.shared)));
         known.insert(request.id.clone(), Arc::clone(&container));
         Ok((container, true))
+    }
+
+    /// Gives the container `of` the identifier `id` and holds it until it is started; a repeated request changes nothing.
+    ///
+    /// The container's control group, its mounts and the runtime's state keep their names.
+    pub fn adopt(
+        &self,
+        id: &ContainerId,
+        of: &ContainerId,
+        files: &[File],
+    ) -> Result<Arc<Container>, Failure> {
+        let mut known = lock(&self.known);
+        if let Some(container) = known.get(id) {
+            return match container.is_adopted() {
+                true => Ok(Arc::clone(container)),
+                false => Err(Failure::new(Kind::AlreadyExists, format!("container {id} exists already"))),
+            };
+        }
+        let container = known.get(of).ok_or_else(|| Failure::not_found(format!("no container {of}")))?;
+        let container = Arc::clone(container);
+        container.hold(files)?;
+        known.remove(of);
+        known.insert(id.clone(), Arc::clone(&container));
+        Ok(container)
+    }
+
+    /// Returns the identifier of the container that was created as `id`.
+    pub fn now_called(&self, id: &ContainerId) -> ContainerId {
+        let known = lock(&self.known);
+        let found = known.iter().find(|(_, container)| container.created_as() == id);
+        found.map_or_else(|| id.clone(), |(now, _)| now.clone())
     }
 
     /// Removes a stopped container. An unknown one is no error.

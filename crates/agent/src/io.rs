@@ -153,6 +153,8 @@ struct Kept {
     /// The offset of the first byte kept: all bytes before it are acknowledged.
     start: u64,
     ended: bool,
+    /// The number of hosts before the one that reads.
+    hosts: u64,
 }
 
 /// A part of an output.
@@ -170,20 +172,24 @@ impl Output {
     /// Returns at most `max` bytes from `offset` on, or without an offset from the oldest byte kept; waits while there
     /// are none. Drops all bytes before `offset`.
     pub async fn read(&self, offset: Option<u64>, max: usize) -> Result<Chunk, Failure> {
+        let host = lock(&self.state).hosts;
         loop {
             let grown = self.grown.notified();
             tokio::pin!(grown);
             // The waiter is registered before the check, so that nothing added in between is missed.
             grown.as_mut().enable();
-            if let Some(chunk) = self.take(offset, max)? {
+            if let Some(chunk) = self.take(host, offset, max)? {
                 return Ok(chunk);
             }
             grown.await;
         }
     }
 
-    fn take(&self, offset: Option<u64>, max: usize) -> Result<Option<Chunk>, Failure> {
+    fn take(&self, host: u64, offset: Option<u64>, max: usize) -> Result<Option<Chunk>, Failure> {
         let mut kept = lock(&self.state);
+        if kept.hosts != host {
+            return Err(Failure::precondition("another host reads the output now"));
+        }
         let offset = offset.unwrap_or(kept.start);
         let held = kept.bytes.len() as u64;
         let Some(skip) = offset.checked_sub(kept.start) else {
@@ -218,6 +224,17 @@ impl Output {
 
     fn append(&self, bytes: &[u8]) {
         lock(&self.state).bytes.extend(bytes);
+        self.grown.notify_waiters();
+    }
+
+    /// Drops what was not read, and counts the following bytes from 0, for another host. Ends the calls of the one before.
+    pub fn begin_anew(&self) {
+        let mut kept = lock(&self.state);
+        kept.bytes.clear();
+        kept.start = 0;
+        kept.hosts += 1;
+        drop(kept);
+        self.shrunk.notify_one();
         self.grown.notify_waiters();
     }
 
@@ -317,6 +334,16 @@ impl Input {
     pub fn new(to: Stream, terminal: bool) -> Self {
         let taken = Taken { to: Some(to), bytes: 0 };
         Self { state: Arc::new(tokio::sync::Mutex::new(taken)), terminal }
+    }
+
+    /// Counts the bytes from 0 again, for a host that has written none of them. Returns `false` if the host before is
+    /// still writing.
+    pub fn begin_anew(&self) -> bool {
+        let taken = self.state.try_lock();
+        taken.is_ok_and(|mut taken| {
+            taken.bytes = 0;
+            true
+        })
     }
 
     /// Writes the part of `bytes`, which begin at `offset`, that was not written before; returns the offset up to which

@@ -63,17 +63,21 @@ fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-/// Converts a request to create a container.
-pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
-    use wire::create_container_request::Processes;
-    let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
-    let file = |file: wire::File| File {
+/// Converts a file to place in a container.
+pub fn file(file: wire::File) -> File {
+    File {
         path: file.path,
         content: file.content,
         owner: Owner { mode: file.mode, uid: file.uid, gid: file.gid },
         read_only: file.read_only,
         is_message: file.is_message,
-    };
+    }
+}
+
+/// Converts a request to create a container.
+pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
+    use wire::create_container_request::Processes;
+    let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
     let device = |device: wire::BlockDevice| SeenDevice {
         serial: device.serial,
         path: device.path,
@@ -155,14 +159,16 @@ pub fn exited(exit: Exit) -> wire::Exit {
     wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
 }
 
-/// Builds the description of a container's init or of an exec.
+/// Builds the description of a container's init or of an exec. The container may be paused, and `held` until its start.
 pub fn process(
     container: &ContainerId,
     exec: Option<&ExecId>,
     process: &Process,
     paused: bool,
+    held: bool,
 ) -> wire::Process {
     let (state, pid, exit) = match process.state() {
+        State::Running { pid } if held && exec.is_none() => (wire::ProcessState::CREATED, Some(pid), None),
         State::Created { pid } => (wire::ProcessState::CREATED, pid, None),
         State::Running { pid } if paused => (wire::ProcessState::PAUSED, Some(pid), None),
         State::Running { pid } => (wire::ProcessState::RUNNING, Some(pid), None),

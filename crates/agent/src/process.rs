@@ -236,6 +236,19 @@ impl Process {
         kill(pid, signal).map_err(internal(format!("cannot send signal {signal} to process {pid}")))
     }
 
+    /// Counts the bytes of the streams from 0 again, for a host that has read and written none of them. Output that the
+    /// host before has not read is dropped: it is that host's.
+    pub fn begin_anew(&self) -> Result<(), Failure> {
+        let input = lock(&self.ends).input.clone();
+        if input.is_some_and(|input| !input.begin_anew()) {
+            return Err(Failure::precondition("the process's input is still being written"));
+        }
+        for output in [&self.stdout, &self.stderr].into_iter().flatten() {
+            output.begin_anew();
+        }
+        Ok(())
+    }
+
     /// Stops capturing and closes the agent's ends.
     pub fn disconnect(&self) {
         let ends = std::mem::take(&mut *lock(&self.ends));

@@ -62,8 +62,11 @@ const NAMES_PARTS: [Newer; 5] = [
     Newer { part: "AnswerQueryRequest.data", since: 7, what: NAMES },
 ];
 
+/// The adoption of a container by a copy of its guest.
+pub const ADOPTION: Newer = of_adoption("rpc AdoptContainer");
+
 /// All of them.
-pub const NEWER: [&Newer; 12] = [
+pub const NEWER: [&Newer; 17] = [
     &HOST_SYSCTLS,
     &REMOVES_OTHER_CARDS,
     &PROCESSES,
@@ -76,7 +79,16 @@ pub const NEWER: [&Newer; 12] = [
     &NAMES_PARTS[2],
     &NAMES_PARTS[3],
     &NAMES_PARTS[4],
+    &ADOPTION,
+    &of_adoption("AdoptContainerRequest.container_id"),
+    &of_adoption("AdoptContainerRequest.of"),
+    &of_adoption("AdoptContainerRequest.files"),
+    &of_adoption("AdoptContainerResponse.pid"),
 ];
+
+const fn of_adoption(part: &'static str) -> Newer {
+    Newer { part, since: 7, what: "containers that go on in a copy of their pod" }
+}
 
 /// The directory below which a mount's source means something to an agent.
 const GUEST: &str = "/run/sandboxer";

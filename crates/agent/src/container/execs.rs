@@ -100,6 +100,15 @@ impl Container {
         exec.ok_or_else(|| Failure::not_found(format!("no exec {id} in container {}", self.id)))
     }
 
+    /// Ends all execs and forgets them: nobody is left who would read from them.
+    pub(super) fn end_execs(&self) {
+        for (_, exec) in lock(&self.execs).drain() {
+            // A process that has exited is fine. A frozen one is killed, too.
+            let _ = exec.process.signal(&self.shared.reaper, libc::SIGKILL);
+            exec.process.disconnect();
+        }
+    }
+
     /// Deletes an exec that has exited or was never started.
     pub fn delete_exec(&self, id: &ExecId) -> Result<(), Failure> {
         let mut execs = lock(&self.execs);

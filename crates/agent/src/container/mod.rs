@@ -38,7 +38,7 @@ use crate::{
     process::{Exit, Process, State, kill},
     reaper::Reaper,
     rootfs::Dir,
-    runtime::{self, BlockDevice, Stdio},
+    runtime::{self, BlockDevice, File, Stdio},
     stats::{self, Stats},
     sync::lock,
     worker::{Causes, Done, Workers},
@@ -83,6 +83,10 @@ pub struct Container {
     unstarted: Arc<OnceLock<u32>>,
     /// The file for the termination message, if the container has one.
     message: Option<PathBuf>,
+    /// The paths in the container of the files that were placed in it.
+    files: Vec<String>,
+    /// Whether the container goes on in a copy of its guest, and waits to be started.
+    hold: Mutex<Hold>,
     /// How long the creation took: until the disks were found, and from then on.
     took: OnceLock<(Duration, Duration)>,
     created: watch::Sender<Option<Result<i32, Failure>>>,
@@ -94,6 +98,18 @@ pub struct Container {
     // on purpose.
     starting: RwLock<()>,
     shared: Arc<Shared>,
+}
+
+/// Whether a container that runs waits to be started.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Hold {
+    /// The container was created in this guest.
+    #[default]
+    Never,
+    /// The container is frozen until its start.
+    Held,
+    /// The container was held, and goes on.
+    Released,
 }
 
 #[derive(Default)]
@@ -125,6 +141,8 @@ impl Container {
                 .iter()
                 .position(|file| file.is_message)
                 .map(|n| Dir::of(&request.id).file(n)),
+            files: request.files.iter().map(|file| file.path.clone()).collect(),
+            hold: Mutex::default(),
             took: OnceLock::new(),
             created: watch::Sender::new(None),
             start: AsyncMutex::default(),
@@ -244,6 +262,13 @@ impl Container {
     pub async fn start(&self) -> Result<i32, Failure> {
         let pid = self.wait_created().await?;
         let mut start = self.start.lock().await;
+        if self.is_held() {
+            // An exit before the start is reported as that of any process.
+            if matches!(self.init.state(), State::Running { .. }) {
+                self.set_frozen(false).await?;
+            }
+            *lock(&self.hold) = Hold::Released;
+        }
         if let Some(outcome) = &start.outcome {
             return outcome.clone();
         }
@@ -268,9 +293,52 @@ impl Container {
         }
     }
 
+    /// Holds a container of the guest of which this one is a copy: it is frozen, and goes on when it is started. Its
+    /// streams begin anew, its execs end, and `files` replace the content of those at their paths.
+    pub fn hold(&self, files: &[File]) -> Result<(), Failure> {
+        self.running_pid()?;
+        if !self.is_paused() {
+            return Err(Failure::precondition(format!(
+                "container {} was not frozen when it was copied",
+                self.id
+            )));
+        }
+        for file in files {
+            let Some(n) = self.files.iter().position(|path| *path == file.path) else { continue };
+            let path = Dir::of(&self.id).file(n);
+            // The termination message is the container's own, and so is its place on the host.
+            if self.message.as_ref() != Some(&path) {
+                std::fs::write(&path, &file.content)
+                    .map_err(internal(format!("cannot write the file for {}", file.path)))?;
+            }
+        }
+        self.init.begin_anew()?;
+        self.end_execs();
+        *lock(&self.hold) = Hold::Held;
+        Ok(())
+    }
+
+    /// Returns whether the container goes on in a copy of its guest and waits to be started.
+    pub fn is_held(&self) -> bool {
+        *lock(&self.hold) == Hold::Held
+    }
+
+    /// Returns whether the container goes on, or is to go on, in a copy of its guest.
+    pub fn is_adopted(&self) -> bool {
+        *lock(&self.hold) != Hold::Never
+    }
+
+    /// Returns the identifier with which the container was created.
+    pub fn created_as(&self) -> &ContainerId {
+        &self.id
+    }
+
     /// Returns the guest PID of the init while it runs.
     pub fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
+            State::Running { .. } if self.is_held() => {
+                Err(Failure::precondition(format!("container {} has not been started", self.id)))
+            }
             State::Running { pid } => Ok(pid),
             State::Created { .. } => {
                 Err(Failure::precondition(format!("container {} has not been started", self.id)))
@@ -316,7 +384,7 @@ impl Container {
     /// that it does not handle. Users expect the behaviour of runc's init, which is the Go runtime's: four signals end
     /// it.
     fn signal_init(&self, signal: i32) -> Result<(), Failure> {
-        let waits = matches!(self.init.state(), State::Created { pid: Some(_) });
+        let waits = matches!(self.init.state(), State::Created { pid: Some(_) }) || self.is_held();
         let signal = match signal {
             libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT if waits => {
                 let code = if self.sees_others && signal != libc::SIGQUIT {
@@ -340,7 +408,7 @@ impl Container {
             return Err(Failure::not_found(format!("container {} has no process left", self.id)));
         }
         let failed = || internal(format!("cannot signal container {}", self.id));
-        if signal != libc::SIGKILL && matches!(self.init.state(), State::Created { .. }) {
+        if signal != libc::SIGKILL && (matches!(self.init.state(), State::Created { .. }) || self.is_held()) {
             return self.signal_init(signal);
         }
         if signal == libc::SIGKILL {
@@ -359,6 +427,10 @@ impl Container {
     /// Freezes or thaws all processes of the container.
     pub async fn freeze(&self, frozen: bool) -> Result<(), Failure> {
         self.running_pid()?;
+        self.set_frozen(frozen).await
+    }
+
+    async fn set_frozen(&self, frozen: bool) -> Result<(), Failure> {
         let verb = if frozen { "pause" } else { "resume" };
         let late = |what: &str| {
             let message =
@@ -411,7 +483,7 @@ impl Container {
             return Ok(());
         }
         let _excludes_a_start = self.start.lock().await;
-        if let State::Running { .. } = self.init.state() {
+        if matches!(self.init.state(), State::Running { .. }) && !self.is_held() {
             return Err(Failure::precondition(format!(
                 "container {} is still running: kill it first",
                 self.id

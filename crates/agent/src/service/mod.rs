@@ -128,12 +128,12 @@ impl Service {
     pub(super) fn list(&self) -> Vec<wire::Process> {
         let mut listed = Vec::new();
         for (id, container) in self.containers.all() {
-            let paused = container.is_paused();
+            let (paused, held) = (container.is_paused(), container.is_held());
             let processes = container.processes();
             listed.extend(
                 processes
                     .iter()
-                    .map(|(exec, process)| messages::process(&id, exec.as_ref(), process, paused)),
+                    .map(|(exec, process)| messages::process(&id, exec.as_ref(), process, paused, held)),
             );
         }
         listed

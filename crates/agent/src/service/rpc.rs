@@ -158,6 +158,19 @@ impl Agent for Service {
         })
     }
 
+    async fn adopt_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::AdoptContainerRequest,
+    ) -> Response<wire::AdoptContainerResponse> {
+        let id = container_id(&request.container_id).map_err(refuse)?;
+        let of = container_id(&request.of).map_err(refuse)?;
+        let files: Vec<_> = request.files.into_iter().map(messages::file).collect();
+        let container = self.containers.adopt(&id, &of, &files).map_err(refuse)?;
+        let pid = container.wait_created().await.map_err(refuse)?;
+        Ok(wire::AdoptContainerResponse { pid: guest_pid(pid), ..Default::default() })
+    }
+
     async fn delete_container(
         &self,
         _: &TtrpcContext,
@@ -383,7 +396,9 @@ impl Agent for Service {
     ) -> Response<wire::NextEventsResponse> {
         let events = self.events.next(request.after).await;
         let wire_event = |event: crate::events::Event| {
-            let oom = wire::Oom { container_id: event.oom.to_string(), ..Default::default() };
+            // A copy of the container's guest may have given it another id.
+            let container_id = self.containers.now_called(&event.oom).to_string();
+            let oom = wire::Oom { container_id, ..Default::default() };
             wire::Event {
                 sequence: event.sequence,
                 kind: Some(wire::event::Kind::Oom(oom)),

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use sandboxer_protocol::agent::{
-    AgentClient, ConfigurePodRequest, Disk, ListContainersRequest, PrepareDiskRequest, ProcessState, Rootfs,
-    StatsRequest, SyncClockRequest, TmpfsUpper, rootfs::Writable,
+    AdoptContainerRequest, AgentClient, ConfigurePodRequest, Disk, ListContainersRequest,
+    PauseContainerRequest, PrepareDiskRequest, ProcessState, Rootfs, StatsRequest, SyncClockRequest,
+    TmpfsUpper, rootfs::Writable,
 };
 use ttrpc::Code;
 
@@ -53,6 +54,56 @@ async fn a_container_runs_and_leaves_nothing_behind() {
     assert!(seen.starts_with("0\n"), "mounts are left: {seen}");
     assert!(!seen.contains("web"), "a control group is left: {seen}");
     end(&agent, "watcher").await;
+}
+
+/// As in a copy of the guest, whose daemon knows the container by another id, and has read none of its output.
+#[tokio::test]
+async fn a_frozen_container_goes_on_under_another_id_when_it_is_started() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let script = "n=0; while read word; do n=$((n + 1)); echo $n $word; cat /etc/name; done";
+    let mut web = container("web", &spec(shell(script)));
+    web.files = vec![file("/etc/name", "old\n", false)];
+    let process = run(&agent, &web).await;
+    process.write(0, b"one\n", false).await.unwrap();
+    assert_eq!(process.until("", "old\n").await, "1 one\nold\n");
+    let lasting = exec(&agent, "web", "lasting", &shell("sleep 1000"), streams()).await;
+    lasting.start().await.unwrap();
+
+    let adopt = AdoptContainerRequest {
+        container_id: "copy".into(),
+        of: "web".into(),
+        files: vec![file("/etc/name", "new\n", false), file("/etc/unknown", "", false)],
+        ..Default::default()
+    };
+    let (code, words) = refusal(patiently(agent.adopt_container(ctx(), &adopt)).await);
+    assert!(code == Code::FAILED_PRECONDITION && words.contains("was not frozen"), "{words}");
+    let pause = PauseContainerRequest { container_id: "web".into(), ..Default::default() };
+    patiently(agent.pause_container(ctx(), &pause)).await.unwrap();
+    let pid = patiently(agent.adopt_container(ctx(), &adopt)).await.unwrap().pid;
+    assert_eq!(patiently(agent.adopt_container(ctx(), &adopt)).await.unwrap().pid, pid, "again");
+    let unknown = AdoptContainerRequest { container_id: "other".into(), ..adopt };
+    let (code, _) = refusal(patiently(agent.adopt_container(ctx(), &unknown)).await);
+    assert_eq!(code, Code::NOT_FOUND);
+
+    let known =
+        patiently(agent.list_containers(ctx(), &ListContainersRequest::new())).await.unwrap().processes;
+    let [known] = &known[..] else { panic!("an exec is left, or the container has two ids: {known:?}") };
+    assert_eq!((known.container_id.as_str(), known.state), ("copy", ProcessState::CREATED.into()));
+    let copy = init(&agent, "copy");
+    assert_eq!(copy.start().await.unwrap(), pid);
+    copy.write(0, b"two\n", false).await.unwrap();
+    assert_eq!(copy.until("", "new\n").await, "2 two\nnew\n");
+    let (code, _) = refusal(delete(&agent, "copy").await);
+    assert_eq!(code, Code::FAILED_PRECONDITION, "it runs");
+    end(&agent, "copy").await;
+
+    // One that is never started is removed like any that waits.
+    run(&agent, &container("web", &spec(shell("sleep 1000")))).await;
+    patiently(agent.pause_container(ctx(), &pause)).await.unwrap();
+    let adopt = AdoptContainerRequest { container_id: "copy".into(), of: "web".into(), ..Default::default() };
+    patiently(agent.adopt_container(ctx(), &adopt)).await.unwrap();
+    delete(&agent, "copy").await.unwrap();
 }
 
 /// A VM that boots for its pod would pay more for the copy than its containers gain.

@@ -96,6 +96,12 @@ impl Agent {
         call!(self, create_container, self.long(), request)
     }
 
+    /// Gives a container of the guest of which this one is a copy the id `container`, and holds it until it is started;
+    /// returns its init's guest PID.
+    pub async fn adopt_container(&self, request: wire::AdoptContainerRequest) -> Result<u32, GuestError> {
+        call!(self, adopt_container, self.short(), request).map(|answer| answer.pid)
+    }
+
     /// Removes a container and its mounts.
     pub async fn delete_container(&self, container: &ContainerId) -> Result<(), GuestError> {
         let request =

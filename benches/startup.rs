@@ -103,6 +103,7 @@ fn journal_write(group: &mut Group<'_>, runtime: &Runtime, dir: &Path) {
         vm: None,
         containers: Vec::new(),
         volumes: Vec::new(),
+        restored: None,
         placement: None,
         shares: None,
     };

@@ -44,6 +44,7 @@ use crate::{
         self, admin::AdminService, peers, sandbox::SandboxService, sandbox_container, task,
         task::TaskService, ttrpc_server,
     },
+    checkpoint::Checkpoints,
     events::Events,
     front::{self, Front},
     heap,
@@ -215,7 +216,9 @@ pub fn node(
     let templates =
         Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone(), preparation);
     let templates = templates.map_err(in_state("open templates in"))?;
+    let checkpoints = Checkpoints::open(&config.state_dir).map_err(in_state("open checkpoints in"))?;
     let node = Arc::new(DaemonState {
+        checkpoints,
         templates,
         rehearsal,
         tap_pool,

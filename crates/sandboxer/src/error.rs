@@ -180,6 +180,18 @@ pub enum PodError {
         /// The system's error.
         source: std::io::Error,
     },
+    /// A checkpoint cannot be made or used.
+    #[error("checkpoint {namespace}/{name}: {reason}")]
+    Checkpoint {
+        /// Namespace of the checkpoint.
+        namespace: String,
+        /// Name of the checkpoint.
+        name: String,
+        /// What is wrong, and what to do about it.
+        reason: String,
+        /// The gRPC code.
+        code: Code,
+    },
     /// The pod's task has ended: the pod is being removed, or the daemon exits.
     #[error("pod {0} no longer takes requests: it is being removed")]
     Gone(SandboxId),
@@ -203,6 +215,7 @@ impl PodError {
                 Code::DeadlineExceeded
             }
             Self::VmEnded { .. } | Self::Gone(_) | Self::Unreached { .. } => Code::Unavailable,
+            Self::Checkpoint { code, .. } => *code,
             Self::Shared(error) => error.code(),
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),

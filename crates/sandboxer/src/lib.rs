@@ -1,6 +1,7 @@
 //! One resident daemon per node that runs every pod in a microVM of its own.
 
 pub mod api;
+pub mod checkpoint;
 pub mod daemon;
 pub mod error;
 pub mod events;

@@ -66,8 +66,19 @@ fn crates_use_what_is_below_them_and_nothing_else() {
 }
 
 /// The modules of this crate, lowest first. Each may use those before it.
-const MODULES: [&str; 12] = [
-    "traces", "events", "front", "heap", "share", "state", "error", "taps", "template", "pod", "api",
+const MODULES: [&str; 13] = [
+    "traces",
+    "events",
+    "front",
+    "heap",
+    "share",
+    "state",
+    "error",
+    "taps",
+    "template",
+    "checkpoint",
+    "pod",
+    "api",
     "daemon",
 ];
 

@@ -1,6 +1,7 @@
 //! One file per command. To add one: a file with `Args` and `run`, and a `mod` and a variant here.
 
 mod check;
+mod checkpoint;
 mod cluster;
 mod compare;
 mod completion;
@@ -41,6 +42,7 @@ pub enum Command {
     Demo(demo::Args),
     Stages(stages::Args),
     Template(template::Args),
+    Checkpoint(checkpoint::Args),
     Quarantine(quarantine::Args),
     Reload(reload::Args),
     Idle(idle::Args),
@@ -66,6 +68,7 @@ impl Command {
             Command::Version(args) => version::run(args, global).await,
             Command::Demo(args) => demo::run(args, global).await,
             Command::Stages(args) => stages::run(args, global).await,
+            Command::Checkpoint(args) => checkpoint::run(args, global).await,
             Command::Template(args) => template::run(args, global).await,
             Command::Quarantine(args) => quarantine::run(args, global).await,
             Command::Reload(args) => reload::run(args, global).await,

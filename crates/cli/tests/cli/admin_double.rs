@@ -11,13 +11,14 @@ use std::{
 };
 
 use sandboxer_protocol::admin::{
-    BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, DestroyQuarantinedRequest, Event,
-    EventsRequest, InspectPodRequest, ListPlacesRequest, ListPlacesResponse, ListPodsRequest,
+    BuildTemplateRequest, Checkpoint, ConsoleLogChunk, ConsoleLogRequest, CreateCheckpointRequest,
+    DestroyQuarantinedRequest, Event, EventsRequest, InspectCheckpointRequest, InspectPodRequest,
+    ListCheckpointsRequest, ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse, ListPodsRequest,
     ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest,
     ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest,
-    ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
-    StageSummary, StageTimesRequest, StageTimesResponse, Template, VerifyTemplateRequest, VersionRequest,
-    VersionResponse,
+    ReloadRequest, ReloadResponse, RemoveCheckpointRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
+    ShowQuarantinedResponse, StageSummary, StageTimesRequest, StageTimesResponse, Template,
+    VerifyTemplateRequest, VersionRequest, VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
@@ -32,6 +33,7 @@ pub struct AdminDouble {
     pub events: Vec<Event>,
     pub stages: Vec<StageSummary>,
     pub templates: ListTemplatesResponse,
+    pub checkpoints: ListCheckpointsResponse,
     pub quarantine: ListQuarantineResponse,
     pub places: ListPlacesResponse,
     /// Names of entries that were asked to be destroyed.
@@ -51,6 +53,7 @@ impl Admin for AdminDouble {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
+    type CreateCheckpointStream = Answers<Checkpoint>;
     type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
@@ -140,6 +143,36 @@ impl Admin for AdminDouble {
         self.template(&request.get_ref().key)
     }
 
+    async fn create_checkpoint(
+        &self,
+        request: Request<CreateCheckpointRequest>,
+    ) -> Result<Response<Self::CreateCheckpointStream>, Status> {
+        let CreateCheckpointRequest { pod, name } = request.into_inner();
+        let made = Checkpoint { namespace: "default".into(), pod, name, ..Default::default() };
+        Ok(Response::new(Box::pin(tokio_stream::once(Ok(made)))))
+    }
+
+    async fn list_checkpoints(
+        &self,
+        _: Request<ListCheckpointsRequest>,
+    ) -> Result<Response<ListCheckpointsResponse>, Status> {
+        Ok(Response::new(self.checkpoints.clone()))
+    }
+
+    async fn inspect_checkpoint(
+        &self,
+        request: Request<InspectCheckpointRequest>,
+    ) -> Result<Response<Checkpoint>, Status> {
+        self.checkpoint(&request.get_ref().namespace, &request.get_ref().name)
+    }
+
+    async fn remove_checkpoint(
+        &self,
+        request: Request<RemoveCheckpointRequest>,
+    ) -> Result<Response<Checkpoint>, Status> {
+        self.checkpoint(&request.get_ref().namespace, &request.get_ref().name)
+    }
+
     async fn list_places(
         &self,
         request: Request<ListPlacesRequest>,
@@ -203,6 +236,13 @@ impl AdminDouble {
     fn quarantined(&self, name: &str) -> Result<Quarantined, Status> {
         let found = self.quarantine.entries.iter().find(|entry| entry.name == name);
         found.cloned().ok_or_else(|| Status::not_found(format!("nothing in quarantine is called {name}")))
+    }
+
+    fn checkpoint(&self, namespace: &str, name: &str) -> Result<Response<Checkpoint>, Status> {
+        let mut all = self.checkpoints.checkpoints.iter();
+        let found = all.find(|checkpoint| checkpoint.namespace == namespace && checkpoint.name == name);
+        let none = || Status::not_found(format!("checkpoint {namespace}/{name}: there is none"));
+        found.cloned().map(Response::new).ok_or_else(none)
     }
 
     fn template(&self, prefix: &str) -> Result<Response<Template>, Status> {

@@ -4,6 +4,7 @@
 
 mod admin_double;
 mod check;
+mod checkpoint;
 mod idle;
 #[path = "../../../probe/tests/double/made_up.rs"]
 mod made_up;
@@ -396,7 +397,7 @@ fn every_command_and_the_daemon_have_a_man_page() {
     let dir = tempfile::tempdir().unwrap();
     cli_at(nowhere, &format!("man {}", dir.path().display())).ok();
     let page = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
-    for command in ["", "-pods", "-check", "-template", "-quarantine", "-man"] {
+    for command in ["", "-pods", "-check", "-template", "-checkpoint", "-quarantine", "-man"] {
         let name = format!("man1/sandboxer-cli{command}.1");
         assert!(page(&name).contains(".SH EXAMPLES\n.nf\n"), "{name}: {}", page(&name));
     }

@@ -178,7 +178,7 @@ impl Disk<'_> {
 }
 
 /// Copies a sparse file to an empty one.
-fn copy_data(from: &File, to: &File) -> io::Result<()> {
+pub fn copy_data(from: &File, to: &File) -> io::Result<()> {
     to.set_len(from.metadata()?.len())?;
     let (mut at, mut piece) = (0, vec![0; PIECE]);
     loop {

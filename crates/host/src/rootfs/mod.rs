@@ -43,6 +43,7 @@ pub(crate) use self::superblock::check as check_image;
 pub use self::{
     cache::{Lease, key_of},
     error::{BuildError, RootfsError},
+    ext4::copy_data,
     mounts::Chain,
     scratch::{EmptyScratch, Scratch},
 };
@@ -151,6 +152,16 @@ impl RootfsStore {
         made.map(Some).map_err(|source| RootfsError::Scratch {
             pod: pod.clone(),
             container: container.clone(),
+            source: Box::new(source),
+        })
+    }
+
+    /// Creates a disk for `pod` with the content of `from`, a sparse file.
+    pub async fn scratch_copy(&self, pod: &SandboxId, from: File) -> Result<Scratch, RootfsError> {
+        let copied = self.scratches.copy(pod.as_str(), from).await;
+        copied.map_err(|source| RootfsError::Scratch {
+            pod: pod.clone(),
+            container: pod.clone(),
             source: Box::new(source),
         })
     }

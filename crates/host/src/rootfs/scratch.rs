@@ -109,6 +109,20 @@ impl Scratches {
         .await
     }
 
+    /// Creates a disk for the pod `name` as a copy of `from`.
+    pub async fn copy(&self, name: &str, from: File) -> Result<Scratch, BuildError> {
+        let (dir, name) = (self.dir.clone(), format!("{name}-{}.ext4", nonce()));
+        blocking(move || {
+            let made = make(&dir, &name, &Made::Copied(&from))?;
+            let path = dir.join(name);
+            let file = DiskFile::new(made, path.clone());
+            let file =
+                file.map_err(|source| BuildError::Path { action: "stat", path: path.clone(), source })?;
+            Ok(Scratch { path, file })
+        })
+        .await
+    }
+
     /// Returns the empty file system of the default size; creates it at the first call.
     pub async fn empty(&self) -> Result<EmptyScratch, BuildError> {
         let _one_at_a_time = self.making.lock().await;

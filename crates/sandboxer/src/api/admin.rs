@@ -9,19 +9,21 @@ use sandboxer_process::confinement::Confinement;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
-        BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, DestroyQuarantinedRequest,
-        Event, EventsRequest, Exec, InspectPodRequest, Jail, Limit, ListPlacesRequest, ListPlacesResponse,
-        ListPodsRequest, ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse,
-        ListTemplatesRequest, ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined,
-        ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest,
-        ShowQuarantinedRequest, ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse,
-        Sysctl, Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        BuildTemplateRequest, Checkpoint, ConsoleLogChunk, ConsoleLogRequest, Container,
+        CreateCheckpointRequest, DestroyQuarantinedRequest, Event, EventsRequest, Exec,
+        InspectCheckpointRequest, InspectPodRequest, Jail, Limit, ListCheckpointsRequest,
+        ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse, ListPodsRequest, ListPodsResponse,
+        ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse,
+        MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest, ReloadRequest,
+        ReloadResponse, RemoveCheckpointRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
+        ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse, Sysctl, Template,
+        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use sandboxer_vmm::{VmmKey, console};
 use tonic::{Request, Response, Status};
 
-use super::{places, preflight, quarantine, templates, traffic};
+use super::{checkpoints, places, preflight, quarantine, templates, traffic};
 use crate::{
     events,
     pod::{
@@ -58,6 +60,7 @@ impl Admin for AdminService {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
+    type CreateCheckpointStream = Answers<Checkpoint>;
     type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
@@ -201,6 +204,37 @@ impl Admin for AdminService {
         templates::remove(&self.node, &request.get_ref().key).await.map(Response::new)
     }
 
+    async fn create_checkpoint(
+        &self,
+        request: Request<CreateCheckpointRequest>,
+    ) -> Result<Response<Self::CreateCheckpointStream>, Status> {
+        let made = checkpoints::create(&self.node, request.into_inner())?;
+        Ok(Response::new(Box::pin(stream::once(made))))
+    }
+
+    async fn list_checkpoints(
+        &self,
+        _: Request<ListCheckpointsRequest>,
+    ) -> Result<Response<ListCheckpointsResponse>, Status> {
+        checkpoints::list(&self.node).await.map(Response::new)
+    }
+
+    async fn inspect_checkpoint(
+        &self,
+        request: Request<InspectCheckpointRequest>,
+    ) -> Result<Response<Checkpoint>, Status> {
+        let InspectCheckpointRequest { namespace, name } = request.into_inner();
+        checkpoints::inspect(&self.node, namespace, name).await.map(Response::new)
+    }
+
+    async fn remove_checkpoint(
+        &self,
+        request: Request<RemoveCheckpointRequest>,
+    ) -> Result<Response<Checkpoint>, Status> {
+        let RemoveCheckpointRequest { namespace, name } = request.into_inner();
+        checkpoints::remove(&self.node, namespace, name).await.map(Response::new)
+    }
+
     async fn list_places(
         &self,
         request: Request<ListPlacesRequest>,
@@ -268,7 +302,11 @@ fn pod_message(node: &DaemonState, view: PodView) -> Pod {
         containers: containers.into_iter().map(container_message).collect(),
         stages: steps.into_iter().map(stage_message).collect(),
         recovered: status.recovered,
-        start_path: status.start_path.map(|start_path| start_path.to_string()).unwrap_or_default(),
+        start_path: match (&spec.restore_from, status.start_path) {
+            (_, Some(start_path)) => start_path.to_string(),
+            (Some(_), None) if status.vmm_pid != 0 => "checkpoint".to_owned(),
+            (_, None) => String::new(),
+        },
         interfaces: status.interfaces.iter().map(interface_message).collect(),
         jail: None,
         shares_jail: None,

@@ -34,6 +34,9 @@ const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 /// Annotation with the place of image volumes: "disk", in the guest, or "share", on the host.
 const IMAGE_VOLUMES: &str = "io.sandboxer.image-volumes";
 
+/// Annotation with the name of the checkpoint, in the pod's namespace, from which the pod is restored.
+const RESTORE_FROM: &str = "io.sandboxer.restore-from";
+
 /// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
     text.parse().map_err(|source| PodError::Id { what, source })
@@ -92,6 +95,7 @@ pub fn pod_spec(
     let handler = config.handlers.get(&sandbox.runtime_handler).copied().unwrap_or_default();
     let start_path = if huge_pages { StartPath::Boot } else { handler.start_path };
     let image_volumes_on_disk = image_volumes_on_disk(&asked.annotations).map_err(invalid)?;
+    let restore_from = restore_from(&asked.annotations).map_err(invalid)?;
     let max_processes = cgroups.max_processes(&linux.cgroup_parent);
     let node_sysctls = of_node::sysctls(&config.containers);
     if security.selinux_options.is_some_and(|options| !options.encode_to_vec().is_empty()) {
@@ -105,6 +109,7 @@ pub fn pod_spec(
         disk_limits,
         net_limits,
         vmm: handler.vmm,
+        restore_from,
         vcpus,
         // A whole number of huge pages. Only configured sizes can be odd.
         memory_mib: if huge_pages { memory_mib.next_multiple_of(2) } else { memory_mib },
@@ -205,6 +210,11 @@ fn image_volumes_on_disk(annotations: &HashMap<String, String>) -> Result<bool, 
             Err(format!("annotation {IMAGE_VOLUMES} is {other:?}, it may be \"disk\" or \"share\""))
         }
     }
+}
+
+fn restore_from(annotations: &HashMap<String, String>) -> Result<Option<Id>, String> {
+    let named = annotations.get(RESTORE_FROM).map(|name| name.parse());
+    named.transpose().map_err(|error| format!("annotation {RESTORE_FROM} names no checkpoint: {error}"))
 }
 
 fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Option<u64>, String> {

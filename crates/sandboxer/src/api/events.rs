@@ -209,7 +209,7 @@ fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
         Kind::PodStopped | Kind::ContainerExited | Kind::ExecExited => vec![exit()],
         Kind::PodRemoved | Kind::ContainerDeleted => vec![delete()],
         Kind::ContainerOutOfMemory => vec![out_of_memory()],
-        Kind::PodCreated | Kind::PodStarting | Kind::PodRecovered => Vec::new(),
+        Kind::PodCreated | Kind::PodStarting | Kind::PodRecovered | Kind::PodSaved => Vec::new(),
     }
 }
 

@@ -3,6 +3,7 @@
 pub mod admin;
 mod alone;
 mod bundle;
+mod checkpoints;
 mod containerd;
 pub(crate) mod convert;
 mod cri_metadata;

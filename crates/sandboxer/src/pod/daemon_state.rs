@@ -15,7 +15,7 @@ use super::{
     admission::Admission, journal::Journal, placer::Placer, pool::Pool, registry::Registry,
     rehearsal::Rehearsal, stage_times::StageTimes, start_paths::StartPaths,
 };
-use crate::{events::Events, front::Front, template::Templates, traces::Traces};
+use crate::{checkpoint::Checkpoints, events::Events, front::Front, template::Templates, traces::Traces};
 
 /// State that all pods of this node share.
 #[derive(Debug)]
@@ -38,6 +38,8 @@ pub struct DaemonState {
     pub journal: Journal,
     /// The registry that finds pods.
     pub registry: Registry,
+    /// The checkpoints that pods are restored from.
+    pub checkpoints: Arc<Checkpoints>,
     /// The templates that pods are copied from.
     pub templates: Arc<Templates>,
     /// The rehearsal that prepares guests without a pod.

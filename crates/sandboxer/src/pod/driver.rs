@@ -4,6 +4,7 @@
 //! results come back as [`Done`]. So status and stop are handled while a start is in progress, and no lock is needed.
 
 mod adoption;
+mod checkpoint;
 mod done;
 mod found;
 mod lifecycle;
@@ -37,6 +38,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{done::Done, found::Containers, state::State};
 use super::{
+    checkpoint::Restored,
     container::{Exit, Process},
     daemon_state::DaemonState,
     handle::PodHandle,
@@ -132,6 +134,8 @@ fn driver(
         size,
         being_made: HashMap::new(),
         execs_being_made: HashSet::new(),
+        restored: found.restored,
+        is_being_saved: false,
         cancel: CancellationToken::new(),
         remove_waiters: Vec::new(),
         work: JoinSet::new(),
@@ -168,6 +172,10 @@ struct Driver {
     being_made: HashMap<ContainerId, Making>,
     /// Execs whose creation is in progress.
     execs_being_made: HashSet<(ContainerId, ExecId)>,
+    /// The saved containers with which the pod goes on, if it was restored.
+    restored: Option<Restored>,
+    /// Whether the pod is being saved.
+    is_being_saved: bool,
     /// Cancels a start in progress, and container starts that wait for admission.
     cancel: CancellationToken,
     /// Callers that wait until the pod has stopped and is removed.

@@ -16,6 +16,7 @@ use super::{
     view::{Moved, PodView, ProcessView},
 };
 use crate::{
+    checkpoint::Manifest,
     error::PodError,
     events::PodName,
     state::{PodState, PodStatus},
@@ -232,6 +233,11 @@ impl PodHandle {
     /// Moves the pod's VM, CPUs and memory, to a NUMA node.
     pub async fn move_to(&self, node: u32) -> Result<Moved, PodError> {
         self.ask(|reply| Request::Move { node, reply }).await
+    }
+
+    /// Saves the pod, which goes on, under this name in its namespace.
+    pub async fn checkpoint(&self, name: String) -> Result<Box<Manifest>, PodError> {
+        self.ask(|reply| Request::Checkpoint { name, reply }).await
     }
 
     /// Returns everything about the pod.

@@ -35,7 +35,7 @@ use sandboxer_vmm::{DiskRecord, VmRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
-use super::{placer::PlacementRecord, spec::PodSpec};
+use super::{checkpoint::Restored, placer::PlacementRecord, spec::PodSpec};
 use crate::{
     error::tolerate,
     pod::container::{Exit, StdioPaths},
@@ -81,6 +81,9 @@ pub struct PodRecord {
     /// Volumes that the pod's guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
+    /// The saved containers with which a restored pod goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restored: Option<Restored>,
     /// The pod's placement; `None`: not placed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<PlacementRecord>,

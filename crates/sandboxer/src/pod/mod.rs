@@ -2,6 +2,7 @@
 
 pub mod admission;
 mod cgroup;
+pub mod checkpoint;
 pub mod clocks;
 pub mod container;
 mod daemon_state;

@@ -12,7 +12,7 @@ use super::{
     spec::Limits,
     view::{Moved, PodView, ProcessView},
 };
-use crate::{error::PodError, traces::SpanContext};
+use crate::{checkpoint::Manifest, error::PodError, traces::SpanContext};
 
 /// Receives the result of a request.
 pub type Reply<T> = oneshot::Sender<Result<T, PodError>>;
@@ -62,6 +62,8 @@ pub enum Request {
     SyncClock { reply: Reply<bool> },
     /// Move the pod's VM to a NUMA node.
     Move { node: u32, reply: Reply<Moved> },
+    /// Save the pod, which goes on, under this name.
+    Checkpoint { name: String, reply: Reply<Box<Manifest>> },
     /// Return everything about the pod.
     Inspect { reply: Reply<PodView> },
 }

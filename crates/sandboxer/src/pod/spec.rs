@@ -5,7 +5,10 @@ use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_host::network::NetLimits;
 use sandboxer_process::{cgroup::Unlimited, rlimits::Rlimits};
-use sandboxer_protocol::{agent as wire, id::SandboxId};
+use sandboxer_protocol::{
+    agent as wire,
+    id::{Id, SandboxId},
+};
 use sandboxer_vmm::DiskLimits;
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +72,9 @@ pub struct PodSpec {
     /// The VMM that the pod's runtime handler names; `None`: the configured one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmm: Option<VmmName>,
+    /// Name of the checkpoint, in the pod's namespace, from which the pod is restored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore_from: Option<Id>,
     /// Number of virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
@@ -164,6 +170,7 @@ impl PodSpec {
             start_path: StartPath::default(),
             misses_pool: false,
             vmm: None,
+            restore_from: None,
             vcpus,
             memory_mib,
             huge_pages: false,

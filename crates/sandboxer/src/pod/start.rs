@@ -5,6 +5,7 @@
 //!  Prepared ─▶ claim   ─▶ Greeted ─▶ configure ─▶ StartedPod   from the pool
 //!           ─▶ restore ─▶ Running ─▶ greet ─▶ …                as a copy of a template
 //!           ─▶ boot    ─▶ Running ─▶ greet ─▶ …
+//!           ─▶ go_on   ─▶ Running ─▶ greet ─▶ …                  from a checkpoint; there is no other path for it
 //! ```
 //!
 //! If the pool or a template cannot provide a VM, the start falls back to the next slower path. The caller of
@@ -13,12 +14,12 @@
 mod phases;
 mod source;
 
-use std::{mem, net::TcpListener};
+use std::{collections::BTreeMap, mem, net::TcpListener};
 
 use sandboxer_base::{Code, chain};
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_host::network::{self, Interface};
-use sandboxer_protocol::{link::LinkKey, stage::Stage};
+use sandboxer_protocol::{id::Id, link::LinkKey, stage::Stage};
 use sandboxer_vmm::{DiskRecord, VmmError, VmmKey};
 use tokio::{sync::SemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -26,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     admission::Work,
     cgroup::{self, CgroupAttach},
+    checkpoint::{Restored, misfit},
     daemon_state::DaemonState,
     host_ports,
     place::{self, Place},
@@ -35,7 +37,11 @@ use super::{
     start_paths,
     undo::Undo,
 };
-use crate::{error::PodError, template::Kind};
+use crate::{
+    checkpoint::{self, Restoring},
+    error::PodError,
+    template::Kind,
+};
 pub use phases::vm_ended;
 use phases::{Greeted, PooledResources, Prepared};
 use source::{Source, SourceVm};
@@ -47,8 +53,10 @@ pub struct StartedPod {
     pub live: RunningVm,
     /// Guest kernel version.
     pub kernel_release: String,
-    /// The start path that provided the VM.
-    pub start_path: StartPath,
+    /// The start path that provided the VM; `None`: the pod was restored.
+    pub start_path: Option<StartPath>,
+    /// The saved containers with which the pod goes on.
+    pub restored: Option<Restored>,
     /// The pod's network interfaces.
     pub interfaces: Vec<Interface>,
     /// Listeners on the host's ports that lead to the pod.
@@ -91,6 +99,12 @@ pub async fn start(
     if spec.misses_pool {
         node.start_paths.missed(StartPath::Pool, "huge-pages", None);
     }
+    if let Some(name) = &spec.restore_from {
+        // No other VM would do.
+        let vm = SourceVm::Checkpoint(Box::new(saved(node, spec, kind, name).await?));
+        let source = Source { vm, place: start.place.clone() };
+        return start.attempt(source, cancel).await;
+    }
     let mut start_path = spec.start_path;
     loop {
         let failed = match Source::take(node, spec, kind, &start.place, start_path) {
@@ -118,6 +132,25 @@ pub async fn start(
         tracing::debug!(pod = %spec.id, %start_path, error = chain(&failed), "the pod gets another VM");
         node.start_paths.missed(start_path, start_paths::reason(start_path, &failed), Some(&failed));
         start_path = start_path.slower();
+    }
+}
+
+/// Returns the checkpoint from which the pod is restored, if it fits the pod and this host.
+async fn saved(node: &DaemonState, spec: &PodSpec, kind: Kind, name: &Id) -> Result<Restoring, PodError> {
+    let restoring = node.checkpoints.load(&spec.namespace, name.as_str()).await?;
+    let refused = |reason: String| {
+        checkpoint::refused(&spec.namespace, name.as_str(), Code::FailedPrecondition, reason)
+    };
+    let manifest = &restoring.saved.manifest;
+    if let Some(reason) = misfit(manifest, spec, kind.shape) {
+        return Err(refused(reason));
+    }
+    let inputs = node.templates.inputs(kind).await;
+    let inputs =
+        inputs.map_err(|error| refused(format!("cannot compare it with this host: {}", chain(&error))))?;
+    match manifest.misfit(&inputs) {
+        Some(reason) => Err(refused(reason)),
+        None => Ok(restoring),
     }
 }
 
@@ -201,7 +234,26 @@ impl<'a> Start<'a> {
             Ok::<_, PodError>((prepared, place))
         };
         let (prepared, place) = stages.run(Stage::Network, preparing).await?;
+        let mut restored = None;
         let greeted = match vm {
+            SourceVm::Checkpoint(restoring) => {
+                let _permit = stages.run(Stage::Queue, self.turn()).await?;
+                let until = self.until(1);
+                let manifest = &restoring.saved.manifest;
+                restored = Some(Restored {
+                    checkpoint: [manifest.namespace.to_string(), manifest.name.to_string()],
+                    containers: manifest.containers.clone(),
+                    adopted: Vec::new(),
+                    volumes: manifest.volumes.clone(),
+                    renamed: BTreeMap::new(),
+                });
+                let running = stages.run(Stage::Restore, prepared.go_on(&restoring, until, undo)).await?;
+                stages
+                    .run(Stage::AgentReady, async {
+                        running.greet(&manifest.link_key).await?.configure(key).await
+                    })
+                    .await
+            }
             SourceVm::Pool(warm) => {
                 let until = self.until(FASTER);
                 let greeted = stages.run(Stage::Claim, prepared.claim(warm, until)).await?;
@@ -231,6 +283,7 @@ impl<'a> Start<'a> {
             live,
             kernel_release,
             start_path,
+            restored,
             interfaces,
             host_ports,
             cgroup_attach,

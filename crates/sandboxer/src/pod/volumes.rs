@@ -156,6 +156,16 @@ impl Volumes {
         made.into_iter().collect()
     }
 
+    /// Provides volumes that a restored guest has. Their content in memory and on disks goes on; files are those of this
+    /// pod's host paths.
+    pub async fn go_on_with(&self, live: &RunningVm, needed: &[Needed]) -> Result<(), PodError> {
+        for needed in needed {
+            let is_made = !matches!(needed.content, Content::Files { .. });
+            self.volumes().entry(needed.id.clone()).or_insert_with(|| Volume::new(needed.clone(), is_made));
+        }
+        self.provide(live, needed).await
+    }
+
     fn volumes(&self) -> std::sync::MutexGuard<'_, BTreeMap<Id, Arc<Volume>>> {
         self.all.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -163,10 +163,11 @@ impl InputHasher {
 
 /// Metadata that changes when a file is replaced or written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stamp([u64; 5]);
+pub(crate) struct Stamp([u64; 5]);
 
 impl Stamp {
-    fn of(file: &File) -> io::Result<Self> {
+    /// Returns the stamp of an open file.
+    pub(crate) fn of(file: &File) -> io::Result<Self> {
         let meta = file.metadata()?;
         let ns = |seconds: i64, ns: i64| (seconds * 1_000_000_000 + ns).cast_unsigned();
         Ok(Self([

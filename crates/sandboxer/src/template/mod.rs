@@ -18,7 +18,7 @@ mod bounds;
 mod build;
 pub(crate) mod image;
 mod key;
-mod pages;
+pub(crate) mod pages;
 mod slot;
 mod store;
 
@@ -30,7 +30,8 @@ use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 
 pub use build::{BuildError, template_id};
 pub use image::{Manifest, TemplateError};
-pub use key::{ScratchInput, TemplateKey};
+pub(crate) use key::Stamp;
+pub use key::{Inputs, ScratchInput, TemplateKey};
 pub use slot::Missing;
 pub use store::{TemplateView, Templates, run_dir};
 

@@ -23,7 +23,7 @@ use super::{
     bounds::{self, Kept},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
-    key::{InputDigest, InputHasher},
+    key::{InputDigest, InputHasher, Inputs},
     slot::{Slot, State},
 };
 use crate::error::tolerate;
@@ -273,6 +273,11 @@ impl Templates {
         let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
         tracing::warn!(%shape, vmm, %key, "the VMM refuses a template; building a new one");
         self.spawn_prepare(kind);
+    }
+
+    /// Returns what a VM of this kind depends on, without a scratch disk.
+    pub async fn inputs(self: &Arc<Self>, kind: Kind) -> Result<Inputs, TemplateError> {
+        self.blocking(move |all| all.survey(kind, None)).await.map(|survey| survey.inputs)
     }
 
     /// Lists all templates on disk.

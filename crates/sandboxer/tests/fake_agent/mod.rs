@@ -82,6 +82,10 @@ pub struct FakeAgent {
     pub specs: Arc<Mutex<Vec<serde_json::Value>>>,
     /// Root file systems of the containers.
     pub roots: Arc<Mutex<Vec<wire::Rootfs>>>,
+    /// Containers that were adopted, and the ids of the saved ones.
+    pub adoptions: Arc<Mutex<Vec<(String, String)>>>,
+    /// Containers that are frozen.
+    pub frozen: Arc<Mutex<std::collections::BTreeSet<String>>>,
     began: Began,
 }
 
@@ -327,6 +331,18 @@ impl Agent for FakeAgent {
         Ok(Default::default())
     }
 
+    /// The container in the other guest, which has the same agent here, goes on.
+    async fn adopt_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::AdoptContainerRequest,
+    ) -> Result<wire::AdoptContainerResponse> {
+        self.process(request.of.clone(), String::new())?;
+        self.adoptions.lock().unwrap().push((request.container_id.clone(), request.of));
+        self.add(request.container_id, String::new());
+        Ok(wire::AdoptContainerResponse { pid: 7, ..Default::default() })
+    }
+
     async fn delete_container(
         &self,
         _: &TtrpcContext,
@@ -474,16 +490,18 @@ impl Agent for FakeAgent {
     async fn pause_container(
         &self,
         _: &TtrpcContext,
-        _: wire::PauseContainerRequest,
+        request: wire::PauseContainerRequest,
     ) -> Result<wire::PauseContainerResponse> {
+        self.frozen.lock().unwrap().insert(request.container_id);
         Ok(Default::default())
     }
 
     async fn resume_container(
         &self,
         _: &TtrpcContext,
-        _: wire::ResumeContainerRequest,
+        request: wire::ResumeContainerRequest,
     ) -> Result<wire::ResumeContainerResponse> {
+        self.frozen.lock().unwrap().remove(&request.container_id);
         Ok(Default::default())
     }
 

@@ -25,6 +25,7 @@ use super::{
     mounts::{self, AllLooked, Mounts},
 };
 use crate::{
+    checkpoint::Identity,
     error::PodError,
     pod::{limits::ContainerLimits, quantity, spec::PodSpec},
     share::Share,
@@ -35,6 +36,10 @@ pub const MAX_SPEC: u64 = 3 << 20;
 
 /// Annotation of a pod or a container with the size of the writable layer.
 pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
+
+/// Annotations of containerd's CRI with a container's name in its pod, and the name of its image.
+const CONTAINER_NAME: &str = "io.kubernetes.cri.container-name";
+const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 
 /// Default AppArmor profiles of containerd, docker and nerdctl, and the name for no profile.
 const DEFAULT_APPARMOR: &str = "cri-containerd.apparmor.d";
@@ -101,6 +106,29 @@ pub async fn read(
         guest_spec.shares.push(root);
     }
     Ok(guest_spec)
+}
+
+/// Reads by what the container with this bundle is recognised.
+pub fn identity(container: &ContainerId, bundle: &Path) -> Result<Identity, PodError> {
+    let path = bundle.join("config.json");
+    let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
+        ReadError::TooLarge(length) => too_large(container, length),
+        ReadError::Io(error) => invalid(container, format!("cannot read {}: {error}", path.display())),
+    })?;
+    let spec: Spec = serde_json::from_slice(&text)
+        .map_err(|error| invalid(container, format!("its config.json cannot be understood: {error}")))?;
+    let annotation = |name: &str| {
+        let found = spec.annotations().as_ref().and_then(|all| all.get(name).cloned());
+        found.ok_or_else(|| invalid(container, format!("its config.json has no annotation {name}")))
+    };
+    let process = spec.process().as_ref();
+    Ok(Identity {
+        name: annotation(CONTAINER_NAME)?,
+        image: annotation(IMAGE_NAME)?,
+        args: process.and_then(|process| process.args().clone()).unwrap_or_default(),
+        cwd: process.map(|process| process.cwd().display().to_string()).unwrap_or_default(),
+        user: process.map(|process| [process.user().uid(), process.user().gid()]).unwrap_or_default(),
+    })
 }
 
 /// Returns the error for a spec of this length.

@@ -35,10 +35,17 @@ use super::{
     spec::{self, GuestSpec},
 };
 use crate::{
+    checkpoint::SavedContainer,
     error::PodError,
     front::{Front, Kept},
     pod::{
-        limits::ContainerLimits, running_vm::RunningVm, spare, spec::PodSpec, stages::Stages, undo::Undo,
+        checkpoint::{self, Adopted, Restored},
+        limits::ContainerLimits,
+        running_vm::RunningVm,
+        spare,
+        spec::PodSpec,
+        stages::Stages,
+        undo::Undo,
         volumes::Volumes,
     },
     traces::{Ended, SpanContext},
@@ -65,6 +72,8 @@ pub struct Created {
     pub limits: ContainerLimits,
     /// The intent that the front stores until the container is recorded.
     pub intent: Kept,
+    /// The saved container that goes on as this one.
+    pub adopted: Option<Adopted>,
 }
 
 /// The intent to create a container, for the next worker if this one dies half-way.
@@ -213,7 +222,90 @@ async fn try_create(
         mems: guest_spec.mems,
         limits: guest_spec.limits,
         intent,
+        adopted: None,
     })
+}
+
+/// Makes a saved container of a restored pod go on as the container `new`, once that is started.
+///
+/// The saved one has its files, its mounts and its processes; of the new one it gets the streams, the limits, and the
+/// content of the pod's own files.
+pub async fn adopt(
+    pod: &PodSpec,
+    live: &RunningVm,
+    (front, volumes): (&Arc<Front>, &Volumes),
+    new: &NewContainer,
+    mut guest_spec: GuestSpec,
+    (restored, saved): (&Restored, &SavedContainer),
+) -> Result<Created, PodError> {
+    let name = &saved.identity.name;
+    if !guest_spec.devices.is_empty() || !guest_spec.shares.is_empty() {
+        let reason = format!("container {name:?} has devices or live shares, and had none when it was saved");
+        return Err(restored.refused(reason));
+    }
+    let renamed = restored.renamed_by(saved, &guest_spec)?;
+    checkpoint::rename(&renamed, &mut guest_spec)
+        .map_err(|error| restored.refused(format!("cannot change a mount of container {name:?}: {error}")))?;
+    let wire::Stdio { stdin, stdout, stderr, terminal, .. } = stdio_message(&new.stdio);
+    let [had_stdin, had_stdout, had_stderr, had_terminal] = saved.stdio;
+    if [stdin, stdout, terminal] != [had_stdin, had_stdout, had_terminal]
+        || (!terminal && stderr != had_stderr)
+    {
+        let reason = format!(
+            "container {name:?} has other streams than when it was saved: stdin and tty must be the same"
+        );
+        return Err(restored.refused(reason));
+    }
+    let resources = serde_json::from_slice(&guest_spec.json).ok().and_then(|spec: serde_json::Value| {
+        let mut resources = spec.get("linux")?.get("resources")?.as_object()?.clone();
+        // Which devices it may use was set when it was created.
+        resources.remove("devices");
+        serde_json::to_vec(&resources).ok()
+    });
+    let subject = Subject { container: new.id.clone(), exec: None };
+    let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
+    let adopting = async {
+        // Its disks are not among them: they are the VM's from its start.
+        let intent = note(front, pod, &subject, &[])?;
+        let adopted = async {
+            volumes.go_on_with(live, &guest_spec.needed).await?;
+            if let Some(resources) = resources {
+                live.agent.update_container(&saved.id, resources).await?;
+            }
+            let request = wire::AdoptContainerRequest {
+                container_id: new.id.to_string(),
+                of: saved.id.to_string(),
+                files: guest_spec.files,
+                ..Default::default()
+            };
+            Ok::<_, PodError>(live.agent.adopt_container(request).await?)
+        };
+        match adopted.await {
+            Ok(pid) => Ok((pid, intent)),
+            Err(error) => {
+                intent.release();
+                Err(error)
+            }
+        }
+    };
+    match adopting.await {
+        Ok((pid, intent)) => Ok(Created {
+            pid,
+            io,
+            disks: saved.disks.clone(),
+            leases: Vec::new(),
+            message: guest_spec.message,
+            cpus: guest_spec.cpus,
+            mems: guest_spec.mems,
+            limits: guest_spec.limits,
+            intent,
+            adopted: Some(Adopted { name: name.clone(), renamed }),
+        }),
+        Err(error) => {
+            io.let_go();
+            Err(error)
+        }
+    }
 }
 
 /// Adds the agent's steps to the trace, if there is one. The time that a message takes each way is unknown; half of the

@@ -6,6 +6,7 @@ use sandboxer_protocol::id::{ContainerId, ExecId};
 use sandboxer_vmm::{Shape, VmExit, VmmError};
 
 use crate::{
+    checkpoint::Manifest,
     error::PodError,
     front::Kept,
     pod::{
@@ -81,6 +82,12 @@ pub(super) enum Done {
         paused: bool,
         result: Result<(), PodError>,
         reply: Reply<()>,
+    },
+    /// The pod was saved, or could not be; and whether it goes on.
+    Saved {
+        result: Box<Result<Manifest, PodError>>,
+        goes_on: Result<(), PodError>,
+        reply: Reply<Box<Manifest>>,
     },
     Moved {
         result: Result<(Seat, Moved), PodError>,

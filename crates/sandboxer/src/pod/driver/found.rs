@@ -6,6 +6,7 @@ use sandboxer_protocol::id::ContainerId;
 
 use crate::{
     pod::{
+        checkpoint::Restored,
         container::Container,
         place::Place,
         recover::unreached::{Reached, Unreached},
@@ -25,6 +26,8 @@ pub struct Found {
     pub containers: Containers,
     /// The pod's live shares.
     pub shares: Option<Shares>,
+    /// The saved containers with which the pod goes on.
+    pub restored: Option<Restored>,
 }
 
 /// The VM that an earlier daemon left of a pod.

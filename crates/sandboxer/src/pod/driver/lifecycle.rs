@@ -21,6 +21,7 @@ use crate::{
     front,
     pod::{
         cgroup::CgroupAttach,
+        checkpoint::SAVING,
         container::{Exit, KILLED, sandbox_exit},
         forward::Forwarding,
         host_ports,
@@ -75,7 +76,12 @@ impl Driver {
     }
 
     pub(super) fn pod_started(&mut self, started: StartedPod) {
-        let StartedPod { live, kernel_release, start_path, interfaces, .. } = started;
+        let StartedPod { live, kernel_release, start_path, interfaces, restored, .. } = started;
+        if restored.is_some() {
+            // A saved container may have the disk of this name.
+            self.volumes.take_first_image();
+        }
+        self.restored = restored;
         let is_in_cgroup = self.attach_to_cgroup(started.cgroup_attach);
         let forwarding = Forwarding::begin(&self.spec, started.host_ports, live.agent.clone());
         let pod = Box::new(RunningPod::new(live.clone(), started.place, is_in_cgroup, forwarding));
@@ -96,7 +102,7 @@ impl Driver {
         self.enter(State::Ready { pod, fault: None }, |status| {
             status.vmm_pid = pid;
             status.kernel_release = kernel_release;
-            status.start_path = Some(start_path);
+            status.start_path = start_path;
             status.interfaces = interfaces;
         });
         self.volumes.spare.put(started.spare);
@@ -265,7 +271,7 @@ impl Driver {
     pub(super) fn stopped(&mut self, reason: String, exit_status: u32) {
         let (host_ports, stop_waiters) = self.state.take().end();
         self.state = State::Stopped { is_removing: false };
-        for kind in [OOM_KILLS, NEEDS] {
+        for kind in [OOM_KILLS, NEEDS, SAVING] {
             self.node.front.forget(&front::key(kind, &self.spec.id, None));
         }
         self.cancel.cancel();

@@ -47,7 +47,11 @@ impl Driver {
             Ok(created) => created,
             Err(error) => return self.not_made(&new.id, error, Ok(()), reply),
         };
-        let Created { pid, io, disks, leases, message, cpus, mems, limits, intent } = *created;
+        let Created { pid, io, disks, leases, message, cpus, mems, limits, intent, adopted } = *created;
+        if let (Some(restored), Some(adopted)) = (&mut self.restored, adopted) {
+            restored.adopted.push(adopted.name);
+            restored.renamed.extend(adopted.renamed);
+        }
         let container = Container {
             bundle: new.bundle,
             disks,

@@ -73,6 +73,7 @@ impl Driver {
             vm: self.state.vm_record(),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
+            restored: self.restored.clone(),
             placement: self.state.place().and_then(|place| place.placement.record()),
             shares: None,
         };

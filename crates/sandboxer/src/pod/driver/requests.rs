@@ -110,6 +110,7 @@ impl Driver {
                 self.forward(Ok(()), reply, move |live| async move { Ok(live.agent.sync_clock().await?) });
             }
             Request::Move { node, reply } => self.on_move(node, reply),
+            Request::Checkpoint { name, reply } => self.on_checkpoint(name, reply),
             Request::Inspect { reply } => answer(reply, Ok(self.view())),
         }
     }
@@ -119,6 +120,9 @@ impl Driver {
             return answer(reply, Err(self.wrong_state("create a container")));
         };
         let (live, in_cgroup) = (pod.live.clone(), pod.until_in_cgroup());
+        if let Err(error) = self.not_being_saved("create a container") {
+            return answer(reply, Err(error));
+        }
         if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
             return answer(reply, Err(PodError::ContainerExists(new.id)));
         }
@@ -130,6 +134,7 @@ impl Driver {
         let making = Making { stages: stages.clone(), cancel: cancel.clone(), deletions: Vec::new() };
         self.being_made.insert(new.id.clone(), making);
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
+        let restored = self.restored.clone();
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
@@ -138,10 +143,25 @@ impl Driver {
             };
             let cancelled = || PodError::Cancelled(spec.id.clone());
             let made = async {
+                let identity =
+                    restored.as_ref().map(|_| container::spec::identity(&new.id, &new.bundle)).transpose()?;
+                let saved = match (&restored, &identity) {
+                    (Some(restored), Some(identity)) => {
+                        restored.find(identity)?.map(|saved| (restored, saved))
+                    }
+                    _ => None,
+                };
                 // Before admission: a slow volume must not hold a permit.
                 let on_disk = spec.image_volumes_on_disk && live.agent.knows(&newer::IMAGE_VOLUMES);
                 let look = container::spec::read(&spec, &new, &node.volumes.helpers, on_disk);
-                let guest_spec = cancel.run_until_cancelled(look).await.ok_or_else(cancelled)??;
+                let mut guest_spec = cancel.run_until_cancelled(look).await.ok_or_else(cancelled)??;
+                if let Some((restored, saved)) = saved {
+                    let means = (&node.front, &*volumes);
+                    return work::adopt(&spec, &live, means, &new, guest_spec, (restored, saved)).await;
+                }
+                if let Some(restored) = &restored {
+                    restored.rename(&mut guest_spec)?;
+                }
                 let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
                 let place = stages.run(Stage::Queue, turn).await?;
                 let (front, rootfs) = (&node.front, &node.rootfs);
@@ -166,7 +186,8 @@ impl Driver {
         if self.process(&of, Some(&exec)).is_ok() || self.execs_being_made.contains(&subject) {
             return answer(reply, Err(PodError::ExecExists { container: of, exec }));
         }
-        if let Err(error) = self.running(&of, None) {
+        let allowed = self.running(&of, None).and_then(|()| self.not_being_saved("create an exec"));
+        if let Err(error) = allowed {
             return answer(reply, Err(error));
         }
         if self.containers.get(&of).is_some_and(|container| container.paused) {
@@ -193,7 +214,10 @@ impl Driver {
         request: SpanContext,
         reply: Reply<()>,
     ) {
-        let live = match self.live("start a process") {
+        let live = match self
+            .live("start a process")
+            .and_then(|live| self.not_being_saved("start a process").map(|()| live))
+        {
             Ok(live) => live,
             Err(error) => return answer(reply, Err(error)),
         };
@@ -360,7 +384,9 @@ impl Driver {
     }
 
     fn on_set_paused(&mut self, of: ContainerId, paused: bool, reply: Reply<()>) {
-        if let Err(error) = self.running(&of, None) {
+        let allowed =
+            self.running(&of, None).and_then(|()| self.not_being_saved("pause or resume a container"));
+        if let Err(error) = allowed {
             return answer(reply, Err(error));
         }
         let action = if paused { "pause a container" } else { "resume a container" };

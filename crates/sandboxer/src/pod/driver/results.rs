@@ -45,6 +45,7 @@ impl Driver {
             Done::OutOfMemory { of, seen } => self.out_of_memory(&of, seen),
             Done::Written(written) => self.written(written),
             Done::Rewrite(pause) => self.rewrite(pause),
+            Done::Saved { result, goes_on, reply } => self.saved(*result, goes_on, reply),
             Done::Moved { result, reply } => self.moved(result, reply),
             Done::Deleted { of, exec, result, reply } => self.deleted(of, exec, result, reply),
             Done::Paused { of, paused, result, reply } => {

@@ -10,6 +10,7 @@ pub fn record(id: &str) -> PodRecord {
         vm: None,
         containers: Vec::new(),
         volumes: Vec::new(),
+        restored: None,
         placement: None,
         shares: None,
     }

@@ -149,6 +149,9 @@ pub(super) async fn undo_half_made(
     }
     for process in known {
         let Ok(container) = process.container_id.parse::<ContainerId>() else { continue };
+        if record.restored.as_ref().is_some_and(|restored| restored.holds(container.as_str())) {
+            continue;
+        }
         match process.exec_id.parse::<ExecId>() {
             Err(_) => drop(unfinished.entry(container).or_default()),
             Ok(exec) => {

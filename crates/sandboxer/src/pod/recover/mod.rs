@@ -169,7 +169,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     };
     let alive = !matches!(outcome, TakenUp::Stopped);
     let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
-    let PodRecord { spec, link_key, containers: recorded, placement, .. } = record;
+    let PodRecord { spec, link_key, containers: recorded, placement, restored, .. } = record;
     let shape = spec.shape(status.interfaces.len());
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
     let bounds = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
@@ -197,7 +197,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
     let inserted = node.registry.insert(&id, || {
-        let found = Found { vm, containers, shares: Some(shares) };
+        let found = Found { vm, containers, shares: Some(shares), restored };
         pod::spawn(shared, spec, link_key, status, found)
     });
     let handle = match inserted {

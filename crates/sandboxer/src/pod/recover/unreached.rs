@@ -13,7 +13,8 @@ use tokio::sync::watch;
 use super::containers::undo_half_made;
 use crate::{
     error::PodError,
-    pod::{daemon_state::DaemonState, journal::PodRecord, running_vm::RunningVm, spec::PodSpec},
+    front,
+    pod::{checkpoint, daemon_state::DaemonState, journal::PodRecord, running_vm::RunningVm, spec::PodSpec},
     share::Shares,
     state::PodStatus,
 };
@@ -132,8 +133,13 @@ pub(super) async fn reach(
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
     let recorded = record.vm.as_ref().ok_or_else(gone)?;
     let vm = node.vmms.adopt(recorded).await?.ok_or_else(gone)?;
+    let frozen = checkpoint::resume_saved(node, &record.spec, vm.as_ref()).await?;
     let live = greet(node, record, &vm).await?;
     let asked = async {
+        if let Some(frozen) = &frozen {
+            checkpoint::go_on(&live, frozen).await?;
+            node.front.forget(&front::key(checkpoint::SAVING, id, None));
+        }
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
         if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {

@@ -12,10 +12,11 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     newer,
 };
-use sandboxer_vmm::{DiskLimits, DiskRecord, DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{DiskFile, DiskLimits, DiskRecord, DiskSpec, SPARE, Vm, VmExit, VmSpec, Vmm, VmmError};
 use tokio::time::Instant;
 
 use crate::{
+    checkpoint::{Restoring, SavedDisk},
     error::PodError,
     pod::{
         cgroup::{self, CgroupAttach},
@@ -110,7 +111,7 @@ impl<'a> Prepared<'a> {
         // A pod with other limits does not use it, and gets a disk of its own.
         let is_fit = spec.disk_limits == DiskLimits::configured(&node.config.limits);
         let (kernel_release, spare) = (warm.ready.kernel_release, warm.spare.filter(|_| is_fit));
-        let start_path = StartPath::Pool;
+        let start_path = Some(StartPath::Pool);
         Ok(Greeted { spec, until, live, kernel_release, start_path, interfaces, cgroup_attach, spare })
     }
 
@@ -131,6 +132,54 @@ impl<'a> Prepared<'a> {
         let is_fit = |disk: &DiskSpec| disk.limits == self.spec.disk_limits;
         let disk = spare.map(|spare| spare.disk).filter(is_fit).map(|disk| disk.record());
         let running = Running { spare: disk, ..self.running(vm, StartPath::Template, until, undo) };
+        answered(running.spec, until, "the resumption", running.vm.resume()).await?;
+        Ok(running)
+    }
+
+    /// Starts the VM of a checkpoint, which goes on where it was saved.
+    pub async fn go_on(
+        self,
+        restoring: &Restoring,
+        until: Instant,
+        undo: &mut Undo,
+    ) -> Result<Running<'a>, PodError> {
+        let manifest = &restoring.saved.manifest;
+        let (node, spec) = (self.node, self.spec);
+        let (mut disks, mut scratches, mut spare) = (Vec::new(), Vec::new(), None);
+        for SavedDisk { serial, read_only } in &manifest.disks {
+            let (file, path) = restoring.disk(serial).map_err(|source| PodError::Path {
+                pod: spec.id.clone(),
+                action: "open a saved disk in",
+                path: restoring.saved.frozen.dir().to_owned(),
+                source,
+            })?;
+            let file = match read_only {
+                true => DiskFile::new(file, path.clone()).map_err(|source| PodError::Path {
+                    pod: spec.id.clone(),
+                    action: "open",
+                    path,
+                    source,
+                })?,
+                false => {
+                    let scratch = node.rootfs.scratch_copy(&spec.id, file).await?;
+                    let file = scratch.file();
+                    scratches.push(scratch);
+                    file
+                }
+            };
+            let disk =
+                DiskSpec { serial: serial.clone(), file, read_only: *read_only, limits: spec.disk_limits };
+            if manifest.has_spare && serial == SPARE {
+                spare = Some(disk.record());
+            }
+            disks.push(disk);
+        }
+        let described = VmSpec { disks, ..self.vm_spec(&manifest.link_key) };
+        let restored = self.vmm().restore(&described, &restoring.saved.frozen);
+        let vm = answered(spec, until, "the restore", restored).await?;
+        // The VMM has the files open, so they can be unlinked and closed.
+        drop((scratches, described));
+        let running = Running { spare, start_path: None, ..self.running(vm, StartPath::Boot, until, undo) };
         answered(running.spec, until, "the resumption", running.vm.resume()).await?;
         Ok(running)
     }
@@ -162,7 +211,7 @@ impl<'a> Prepared<'a> {
     fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {
         undo.push("end the VMM", end(&self.spec.id, vm.clone()));
         let Self { node, spec, interfaces, .. } = self;
-        Running { node, spec, until, vm, start_path, interfaces, spare: None }
+        Running { node, spec, until, vm, start_path: Some(start_path), interfaces, spare: None }
     }
 }
 
@@ -173,7 +222,8 @@ pub(super) struct Running<'a> {
     /// The deadline of this VM.
     until: Instant,
     vm: Arc<dyn Vm>,
-    start_path: StartPath,
+    /// The start path; `None`: the pod goes on from a checkpoint.
+    start_path: Option<StartPath>,
     interfaces: Vec<Interface>,
     /// A scratch disk that the guest has mounted.
     spare: Option<DiskRecord>,
@@ -197,7 +247,7 @@ pub(super) struct Greeted<'a> {
     until: Instant,
     pub live: RunningVm,
     pub kernel_release: String,
-    pub start_path: StartPath,
+    pub start_path: Option<StartPath>,
     pub interfaces: Vec<Interface>,
     pub cgroup_attach: Option<CgroupAttach>,
     pub spare: Option<DiskRecord>,
@@ -209,7 +259,8 @@ impl Greeted<'_> {
         let Self { spec, until, .. } = self;
         let entropy: [u8; ENTROPY] = rand::random();
         // A booted guest has its key already. Sending it again would look like a greeting.
-        let link_key = if self.start_path == StartPath::Boot { Vec::new() } else { key.as_bytes().to_vec() };
+        let link_key =
+            if self.start_path == Some(StartPath::Boot) { Vec::new() } else { key.as_bytes().to_vec() };
         // A pod does without what its agent does not know: the doctor warns of an initramfs of the release before.
         let agent = &self.live.agent;
         let most = spec.max_processes.filter(|_| agent.knows(&newer::PROCESSES));

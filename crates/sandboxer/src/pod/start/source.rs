@@ -7,6 +7,7 @@ use sandboxer_protocol::id::SandboxId;
 
 use super::phases::{PooledResources, end};
 use crate::{
+    checkpoint::Restoring,
     pod::{
         daemon_state::DaemonState,
         place::Place,
@@ -29,6 +30,7 @@ pub(super) enum SourceVm {
     Pool(Box<Warm>),
     Template(Arc<Template>),
     Boot,
+    Checkpoint(Box<Restoring>),
 }
 
 impl Source {

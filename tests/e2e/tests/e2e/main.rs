@@ -8,6 +8,7 @@
 
 mod agents;
 mod bandwidth;
+mod checkpoint;
 mod compatibility;
 mod container;
 mod daemon;
@@ -109,6 +110,7 @@ fn entries() -> Vec<Entry> {
     let files = [
         agents::cases,
         bandwidth::cases,
+        checkpoint::cases,
         compatibility::cases,
         container::cases,
         streams::cases,

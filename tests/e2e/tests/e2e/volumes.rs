@@ -24,7 +24,8 @@ crate::cases![
     VmAlone: volumes_outlive_the_daemon, a_stop_loses_no_data, volumes_that_hang_cost_their_pod_alone
 ];
 
-fn mounted(mut config: ContainerConfig, at: &str, host: &Path, read_only: bool) -> ContainerConfig {
+/// Adds a mount of a directory of the host.
+pub fn mounted(mut config: ContainerConfig, at: &str, host: &Path, read_only: bool) -> ContainerConfig {
     config.mounts.push(Mount {
         container_path: at.into(),
         host_path: host.display().to_string(),

@@ -41,8 +41,9 @@ async fn look(
     Running { id, bundle, stdio, disks }: Running,
 ) -> Result<SavedContainer, PodError> {
     let identity = spec::identity(&id, &bundle)?;
-    let (mounts, beside) = (Vec::new(), Vec::new());
-    let new = NewContainer { id, bundle, mounts, stdio: StdioPaths::default(), beside };
+    // A pod without CRI, whose root may be its caller's, is not saved.
+    let (mounts, root, beside) = (Vec::new(), None, Vec::new());
+    let new = NewContainer { id, bundle, mounts, root, stdio: StdioPaths::default(), beside };
     let on_disk = pod.image_volumes_on_disk && live.agent.knows(&newer::IMAGE_VOLUMES);
     let mut guest_spec = spec::read(pod, &new, &node.volumes.helpers, on_disk).await?;
     if let Some(restored) = restored {

@@ -1,6 +1,6 @@
 //! Resources of the host that a pod uses: volumes, root file systems, network.
 
-mod beneath;
+pub mod beneath;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 pub mod helper;

@@ -4,7 +4,8 @@
 //! state_dir/checkpoints/<namespace>/<name>/checkpoint.json    manifest, with the checksums of the other files
 //! state_dir/checkpoints/<namespace>/<name>/disk-<serial>      a disk; that of an image is a further name of the image's file
 //! state_dir/checkpoints/<namespace>/<name>/…                  the VMM's files, under its names
-//! state_dir/checkpoints/<namespace>/.<name>/                  while it is written
+//! state_dir/checkpoints/<namespace>/.new.<name>/              while it is written
+//! state_dir/checkpoints/<namespace>/.old.<name>/              while it is removed
 //! ```
 
 use std::{
@@ -170,7 +171,8 @@ impl Checkpoints {
     /// Begins a checkpoint, unless there is one of this name.
     pub fn draft(&self, namespace: &str, name: &str) -> Result<Draft, PodError> {
         let target = self.dir(namespace, name)?;
-        let (parent, dir) = (self.root.join(namespace), self.root.join(namespace).join(format!(".{name}")));
+        let parent = self.root.join(namespace);
+        let dir = parent.join(format!(".new.{name}"));
         let failed = |error: io::Error| {
             let reason = format!("cannot create {}: {error}", dir.display());
             refused(namespace, name, Code::Internal, reason)
@@ -228,21 +230,24 @@ impl Checkpoints {
     /// Removes a checkpoint, unless a pod is being restored from it. Restored pods go on.
     pub fn remove(&self, namespace: &str, name: &str) -> Result<View, PodError> {
         let (view, dir) = (self.view(namespace, name)?, self.dir(namespace, name)?);
-        let mut last = lock(&self.last);
-        if lock(&self.restoring).contains_key(&dir) {
-            let reason = "a pod is being restored from it: try again when that has started";
-            return Err(refused(namespace, name, Code::FailedPrecondition, reason));
-        }
-        if last.as_ref().is_some_and(|saved| saved.dir == dir) {
-            *last = None;
-        }
-        // Renamed first, so that no part of it is taken for a whole.
-        let doomed = self.root.join(namespace).join(format!(".removed-{name}"));
-        let removed = fs::rename(&dir, &doomed).and_then(|()| fs::remove_dir_all(&doomed));
-        removed.map_err(|error| {
+        let doomed = self.root.join(namespace).join(format!(".old.{name}"));
+        let failed = |error: io::Error| {
             let reason = format!("cannot remove {}: {error}", dir.display());
             refused(namespace, name, Code::Internal, reason)
-        })?;
+        };
+        // Renamed first, so that no part of it is taken for a whole, and no start waits for the rest.
+        {
+            let mut last = lock(&self.last);
+            if lock(&self.restoring).contains_key(&dir) {
+                let reason = "a pod is being restored from it: try again when that has started";
+                return Err(refused(namespace, name, Code::FailedPrecondition, reason));
+            }
+            if last.as_ref().is_some_and(|saved| saved.dir == dir) {
+                *last = None;
+            }
+            fs::rename(&dir, &doomed).map_err(failed)?;
+        }
+        fs::remove_dir_all(&doomed).map_err(failed)?;
         Ok(view)
     }
 

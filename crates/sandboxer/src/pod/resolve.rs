@@ -3,7 +3,6 @@
 //! daemon carries queries and answers between the two.
 
 use std::{
-    fs,
     io::{self, Read},
     net::{Ipv4Addr, UdpSocket},
     os::fd::OwnedFd,
@@ -14,7 +13,10 @@ use std::{
 
 use sandboxer_base::{Code, chain};
 use sandboxer_guest::Agent;
-use sandboxer_host::network::namespace;
+use sandboxer_host::{
+    beneath::{self, Access},
+    network::namespace,
+};
 use sandboxer_protocol::{id::SandboxId, newer};
 use serde::Deserialize;
 use tokio::{
@@ -127,9 +129,11 @@ fn name_server(bundle: &Path) -> Option<Ipv4Addr> {
     on_loopback(&String::from_utf8_lossy(&text))
 }
 
+/// Reads a regular file: the container may have put something else there.
 fn bounded(path: &Path, most: u64) -> Option<Vec<u8>> {
     let mut text = Vec::new();
-    fs::File::open(path).ok()?.take(most).read_to_end(&mut text).ok()?;
+    let file = beneath::host(path).and_then(|found| found.open(Access::Read)).ok()?;
+    file.take(most).read_to_end(&mut text).ok()?;
     Some(text)
 }
 
@@ -142,6 +146,8 @@ fn on_loopback(text: &str) -> Option<Ipv4Addr> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

@@ -26,6 +26,8 @@ const MAX_NAME: u32 = 255;
 const PAGE: usize = 4096;
 /// The most bytes of neighbouring pages that are written at once.
 const RUN: usize = 64 * PAGE;
+/// The most bytes of the rest of the stream: devices, and memory of theirs such as a display's or a program's of the firmware.
+const MAX_STATE: u64 = 128 << 20;
 /// The most blocks of memory.
 const MAX_BLOCKS: usize = 64;
 
@@ -64,7 +66,29 @@ pub fn split(stream: impl BufRead, state: impl Write, memory: &File, bytes: u64)
         at: 0,
         stored: 0,
     };
-    Splitter { from: stream, to: state, main: Vec::new(), is_main: false, memory }.split()
+    let to = Bounded { to: state, left: MAX_STATE };
+    Splitter { from: stream, to, main: Vec::new(), is_main: false, memory }.split()
+}
+
+/// What takes a number of bytes and no more.
+struct Bounded<W> {
+    to: W,
+    left: u64,
+}
+
+impl<W: Write> Write for Bounded<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.len() as u64 > self.left {
+            return Err(malformed(format!("the state of its devices has more than {} MiB", MAX_STATE >> 20)));
+        }
+        let written = self.to.write(bytes)?;
+        self.left -= written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
 }
 
 struct Splitter<'a, R, W> {
@@ -409,6 +433,14 @@ mod tests {
             let left = left.page(b"", 0x1000, 10).ended().section(kind::END).ended().with(b"devices");
             assert_eq!(state, left.0);
         }
+    }
+
+    #[test]
+    fn a_stream_without_end_does_not_fill_the_disk() {
+        let stream = Stream::begun().blocks(MADE, MIB).ended().section(kind::END).ended().0;
+        let endless = io::BufReader::new(io::Read::chain(&stream[..], io::repeat(0)));
+        let error = split(endless, io::sink(), &tempfile::tempfile().unwrap(), MIB).unwrap_err();
+        assert!(error.to_string().contains("more than 128 MiB"), "{error}");
     }
 
     #[test]

@@ -40,6 +40,18 @@ const FINALIZED: Duration = Duration::from_millis(5);
 /// Size of the buffers of the stream with a VM's memory, bytes.
 const STREAM_BUFFER: usize = 256 << 10;
 
+/// Opens a file that a VMM has open, for reading. The guest may have broken into its VMM and chosen another one, so only a
+/// regular file is opened: nothing that blocks or is endless.
+fn opened(pid: u32, number: u64) -> io::Result<fs::File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let path = format!("/proc/{pid}/fd/{number}");
+    let file = fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is a device or a pipe, of which no copy can be made")),
+    }
+}
+
 /// A VM run by QEMU. Clones refer to the same VM.
 #[derive(Debug, Clone)]
 pub(super) struct QemuVm {
@@ -174,9 +186,8 @@ impl QemuVm {
                 let reason = format!("the VM has no disk {}", record.serial);
                 return Err(VmmError::Refused { pod: pod.clone(), call: "a checkpoint".into(), reason });
             };
-            let pid = self.record.pid;
-            let opened = fs::File::open(format!("/proc/{pid}/fd/{number}"));
-            let file = opened.map_err(path_error(pod, "open the file of a disk,", record.path.clone()))?;
+            let file = opened(self.record.pid, *number);
+            let file = file.map_err(path_error(pod, "open the file of a disk,", record.path.clone()))?;
             let place = self.qmp.scsi_id(&command_line::device_id(&record.serial), limit).await;
             let place = place.map_err(self.answer("looking for a disk"))?;
             found.push((place, SavedDisk { record: record.clone(), file }));
@@ -376,5 +387,26 @@ pub(super) fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> Vm
         QmpError::Refused { reason, .. } => VmmError::Refused { pod, call, reason },
         QmpError::Malformed(reason) => VmmError::Malformed { pod, call, reason },
         QmpError::Closed => VmmError::Malformed { pod, call, reason: error.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{io::Read, os::fd::AsRawFd};
+
+    use super::*;
+
+    #[test]
+    fn of_what_a_vmm_has_open_only_files_are_read() {
+        let here = std::process::id();
+        let number = |fd: &dyn AsRawFd| u64::try_from(fd.as_raw_fd()).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut &file, b"disk").unwrap();
+        let mut text = String::new();
+        opened(here, number(&file)).unwrap().read_to_string(&mut text).unwrap();
+        assert_eq!(text, "disk");
+        let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+        let error = opened(here, number(&pipe)).unwrap_err();
+        assert!(error.to_string().contains("a device or a pipe"), "{error}");
     }
 }

@@ -1,6 +1,6 @@
 //! One of the two sides: a pod of a runtime handler, in which the steps of a sequence are done.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -45,8 +45,9 @@ impl State {
     pub fn unlike(&self, ours: &Self, step: &str) -> Vec<Difference> {
         let mut unlike = Vec::new();
         let mut gone = None;
-        for (name, runc) in &self.0 {
-            let ours = ours.0.get(name).map_or("", String::as_str);
+        let names: BTreeSet<_> = self.0.keys().chain(ours.0.keys()).collect();
+        for name in names {
+            let [runc, ours] = [self, ours].map(|side| side.0.get(name).map_or("", String::as_str));
             let container = name.split('/').next();
             if runc == ours || gone.is_some() && gone == container {
                 continue;
@@ -56,7 +57,7 @@ impl State {
                 gone = container;
             }
             let what = format!("state of {} after {step}", if is_exec { "an exec" } else { "a container" });
-            unlike.push(Difference { what, runc: runc.clone(), ours: ours.to_owned() });
+            unlike.push(Difference { what, runc: runc.to_owned(), ours: ours.to_owned() });
         }
         unlike
     }

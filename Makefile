@@ -11,7 +11,7 @@ SANDBOXER_PROFILE ?= release
 export SANDBOXER_PROFILE
 # Of the Debian packages, what these need.
 demo up: export SANDBOXER_DEPS = demo
-demo test test-fast test-guests test-units test-core test-stack test-stack-rest soak: export SANDBOXER_PROFILE = quick
+demo test test-fast test-guests test-units test-core test-stack test-stack-rest test-docker soak: export SANDBOXER_PROFILE = quick
 
 # The agent is PID 1 of a guest that holds nothing else: one static binary, in a target directory of its own
 # so that its flags don't rebuild the host's crates. It lies in memory as one segment that begins with a huge page:
@@ -19,7 +19,10 @@ demo test test-fast test-guests test-units test-core test-stack test-stack-rest 
 AGENT_TARGET := x86_64-unknown-linux-gnu
 AGENT = target/agent/$(AGENT_TARGET)/$(SANDBOXER_PROFILE)/sandboxer-agent
 STACK ?= target/stack
-INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
+LAUNCHER := containerd-shim-sandboxer-v1
+INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share $(LAUNCHER)
+# CRI-O takes no name without -v2.
+LAUNCHER_OF_CRIO := containerd-shim-sandboxer-v2
 
 # completions PROGRAM: of bash, zsh and fish.
 completions = $(addprefix $(DESTDIR)/usr/share/,bash-completion/completions/$(1) zsh/vendor-completions/_$(1) fish/vendor_completions.d/$(1).fish)
@@ -156,9 +159,19 @@ test-containerd: build build-failing guest-image ## run CASES beside each of VER
 
 # Some minutes, most of them kubelet's periods. The host's processors bound how many more.
 test-kubernetes: build guest-image tools ## run a real kubelet: each case beside runc; writes docs/compatibility.md (needs root)
-	@scripts/tools.sh kubernetes >/dev/null
+	@scripts/tools.sh kubernetes controllers >/dev/null
 	SANDBOXER_E2E_KUBERNETES=1 SANDBOXER_E2E_TABLE=$(CURDIR)/docs/compatibility.md \
 	cargo test -p sandboxer-e2e --test kubernetes -- --nocapture
+
+# Docker's daemon and command line take some minutes to build, once.
+test-docker: build build-failing guest-image tools ## run containers by docker, each case beside runc, in a network of their own (needs root)
+	@programs=$$(scripts/tools.sh docker | paste -sd :); \
+	SANDBOXER_E2E_DOCKER=$$programs SANDBOXER_E2E_ONLY=docker scripts/cargo-test.sh -p sandboxer-e2e --test e2e
+
+# CRI-O takes some minutes to build, once. Some cases are as many of other files.
+test-crio: build build-failing guest-image tools ## run pods by CRI-O, each case beside its runc (needs root)
+	@programs=$$(scripts/tools.sh crio crictl | paste -sd :); \
+	SANDBOXER_E2E_CRIO=$$programs SANDBOXER_E2E_LIMIT=900 SANDBOXER_E2E_ONLY=crio scripts/cargo-test.sh -p sandboxer-e2e --test e2e
 
 test-critest: build guest-image tools ## run critest, which must be on PATH, and compare with what is expected (needs root)
 	@scripts/test-critest.sh
@@ -268,6 +281,7 @@ bench-vm: bench-helper ## make the disk of the series `vm`, Debian with systemd,
 # /etc is the administrator's; the configuration there is optional and never touched.
 install: ## install the results of `build` and `guest-image`, and the service, on this host (DESTDIR=… for a package)
 	install -D -t $(DESTDIR)/usr/bin $(addprefix target/release/,$(INSTALLED))
+	ln -sfn $(LAUNCHER) $(DESTDIR)/usr/bin/$(LAUNCHER_OF_CRIO)
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/sandboxer target/guest/vmlinux target/guest/initramfs.cpio
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
 	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
@@ -275,7 +289,7 @@ install: ## install the results of `build` and `guest-image`, and the service, o
 	$(call described,sandboxer-cli)
 
 uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
-	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
+	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED) $(LAUNCHER_OF_CRIO)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
 	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(call completions,sandboxer-cli)
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
 	$(removed)

@@ -50,7 +50,7 @@ struct Host {
 impl Host {
     fn new() -> Self {
         let (runtime, dir) = (Runtime::new().unwrap(), tempfile::tempdir().unwrap());
-        let program = double::install(dir.path(), &Behaviour::of("v53.0"));
+        let program = double::install(dir.path(), &Behaviour::for_version("v53.0"));
         let config = VmConfig { cloud_hypervisor: program, ..Config::default().vm };
         let vmm = runtime.block_on(CloudHypervisor::new(&config, "a bench".into())).unwrap();
         Self { runtime, dir, vmm }

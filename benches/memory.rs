@@ -63,7 +63,7 @@ fn sweep(c: &mut Criterion) {
     let never = CancellationToken::new();
     runtime.block_on(stack.bench.memory(&sweep, Some(&mut store), &never, &mut |_| ())).unwrap();
     let results = Results::load(std::slice::from_ref(&dir)).unwrap();
-    let palette = Palette::of(&results.startups, &[]);
+    let palette = Palette::new(&results.startups, &[]);
     store::write_plots(&dir, &results.startups, &[], &palette).unwrap();
     store.write("report.html", html::render(&present::page(&results, &palette)).as_bytes()).unwrap();
     println!("ledger: {}", dir.join("ledger.csv").display());

@@ -389,7 +389,7 @@ impl Local {
     /// Samples where the processes run. Skips processes that have ended.
     fn sample(&mut self, topology: &Topology, processes: &[u32]) {
         for &pid in processes {
-            let Ok(Residence { memory, .. }) = Residence::of(pid) else { continue };
+            let Ok(Residence { memory, .. }) = Residence::read(pid) else { continue };
             let all: u64 = memory.values().sum();
             for (thread, ticks, cpu) in threads(pid) {
                 let since = self.ticks.insert(thread, ticks).map_or(0, |before| ticks.saturating_sub(before));

@@ -140,7 +140,7 @@ fn compare(name: &str, a: &Samples, b: &Samples, mib_of_a: f64, mib_of_b: f64) {
     for (by, of_a, of_b) in
         [("the clock", &a.clock, &b.clock), ("processor time", &a.processor, &b.processor)]
     {
-        let ratio = Ratio::of(&Samples::rates(of_a, mib_of_a), &Samples::rates(of_b, mib_of_b));
+        let ratio = Ratio::estimate(&Samples::rates(of_a, mib_of_a), &Samples::rates(of_b, mib_of_b));
         match ratio {
             Some(ratio) => println!("{name}, MiB a second by {by}: {ratio}"),
             None => println!("{name}, by {by}: nothing was measured"),

@@ -298,7 +298,7 @@ fn pods(c: &mut Criterion) {
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
     let results = Results::load(std::slice::from_ref(&dir)).unwrap();
-    let palette = Palette::of(&results.startups, &[]);
+    let palette = Palette::new(&results.startups, &[]);
     store::write_plots(&dir, &results.startups, &[], &palette).unwrap();
     store.write("report.html", html::render(&present::page(&results, &palette)).as_bytes()).unwrap();
     for series in &results.startups[0].report.series {

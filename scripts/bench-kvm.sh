@@ -9,6 +9,7 @@
 #   sustained  BENCH_SUSTAINED (60) starts without pauses: pods a minute, and processor time a pod
 #   memory   PSS at 1, 10 and 50 pods
 #   commands BENCH_EXECS (20) commands in a running container, of the pool's handler and of runc
+#   checkpoint BENCH_ROUNDS saves of a pod of QEMU, and starts from there, one and BENCH_COPIES (10) at once, with BENCH_FILLED (16,128) MiB filled
 # (default: serial groups pooled sustained memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (3; fewer give no interval), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_MEMORY (MiB of each node),
@@ -89,6 +90,16 @@ commands() {
     cat "$RUNS/$vmm-commands.log"
 }
 
+checkpoint() {
+    if [[ $vmm != qemu ]]; then
+        say "$vmm: not measured, as it saves no pods"
+        return
+    fi
+    # Without a pool: a cold start is a copy of a template.
+    in_node "$vmm-checkpoint" 0 checkpoint "${BENCH_FILLED:-16,128}" "${BENCH_ROUNDS:-3}" "${BENCH_COPIES:-10}" sandboxer-template runc
+    cat "$RUNS/$vmm-checkpoint.log"
+}
+
 # result NAME DIR…: merges several runs into one result.
 result() {
     local name=$1
@@ -105,7 +116,7 @@ if [[ ${1:-} == --fresh ]]; then
 fi
 parts=("$@")
 ((${#parts[@]})) || parts=(serial groups pooled sustained memory)
-for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|sustained|memory|commands)$ ]] || die "no such part '$part'"; done
+for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|sustained|memory|commands|checkpoint)$ ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
 read -ra others <<<"${BENCH_OTHERS:-}"
 vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}${FIRECRACKER:+ firecracker}}
@@ -133,7 +144,7 @@ startups=() pooled=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
-    parts | *-commands) ;;
+    parts | *-commands | *-checkpoint) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
     *-pooled) pooled+=("$run") ;;

@@ -72,7 +72,7 @@ more_documents() {
     cp "$GUEST/sbom.cdx.json" "$doc/guest.cdx.json"
     cp "$SOURCES/README.Debian" README.md SECURITY.md "$doc/"
     # Parts of the daemon, which nobody runs by hand: its page tells of them.
-    for program in sandboxer-front sandboxer-share containerd-shim-sandboxer-v1; do
+    for program in sandboxer-front sandboxer-share containerd-shim-sandboxer-v{1,2}; do
         ln -s sandboxer.8.gz "$root/usr/share/man/man8/$program.8.gz"
     done
 }

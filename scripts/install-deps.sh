@@ -27,6 +27,8 @@ others=(
     shellcheck
     # the package, and its check
     dpkg-dev lintian
+    # docker's packet filter
+    iptables
     # the chart's tests
     curl python3-yaml openssl dash
     # the node VM: its root and its initrd

@@ -4,7 +4,7 @@
 #   kubernetes.sh down DIR     stops and removes all of it, in any state; also if there is nothing
 #   kubernetes.sh status DIR   prints what runs; exit 1 unless everything does
 # DIR/bin/kubectl talks to it, from any network namespace; RUN/api.sock is its API without TLS and tokens (RUN: see DIR/env).
-# There is no scheduler and no controller: a pod has `nodeName: node1`. RuntimeClasses: sandboxer and runc.
+# There is no scheduler, and of the controllers those of Deployments: a pod has `nodeName: node1`. RuntimeClasses: sandboxer and runc.
 # One at a time: kubelet has files and sysctls that a host has once. The variables of stack.sh hold here, too. KUBERNETES_VERSION (default: see tools.sh) is Kubernetes' version.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -16,7 +16,7 @@ stack_names "$2"
 NETNS=$RUN/netns
 VETH=sbxk-$HASH
 NODE_IP=203.0.113.1
-PARTS=(etcd kube-apiserver kubectl-proxy kubelet)
+PARTS=(etcd kube-apiserver kubectl-proxy kube-controller-manager kubelet)
 # What kubelet uses whatever its configuration says, and what it changes on the host.
 HOST_DIRS=(/var/lib/kubelet /var/log/containers /var/log/pods /usr/libexec/kubernetes /etc/kubernetes)
 SYSCTLS=(vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops kernel.keys.root_maxkeys kernel.keys.root_maxbytes)
@@ -116,18 +116,25 @@ registerNode: true
 END
 }
 
-# A part that does not tell when it is ready: FILE exists then.
-start_until() {
-    local file=$1 name=$2 pid try
-    shift 2
-    ! running "$name" >/dev/null || return 0
-    rm -f "$file"
+# A part that does not tell when it is ready.
+spawn() {
+    local name=$1 pid
+    shift
     setsid "$@" </dev/null >>"$DIR/$name/log" 2>&1 9>&- &
     pid=$!
     printf '%s %s\n' "$pid" "$(stat_field "$pid" 22)" >"$DIR/pids/$name"
+}
+
+# FILE exists when it is ready.
+spawn_until() {
+    local file=$1 name=$2 try
+    shift 2
+    ! running "$name" >/dev/null || return 0
+    rm -f "$file"
+    spawn "$name" "$@"
     for try in {1..300}; do
         [[ ! -e $file ]] || return 0
-        alive "$pid" || break
+        running "$name" >/dev/null || break
         sleep 0.1
     done
     die "$name was not ready after $((try / 10)) s: see $DIR/$name/log"
@@ -145,7 +152,10 @@ control_plane() {
         --service-account-signing-key-file="$K/service-accounts.key" --service-cluster-ip-range=198.51.100.0/24 \
         --disable-admission-plugins=ServiceAccount --allow-privileged=true --endpoint-reconciler-type=none \
         --kubelet-preferred-address-types=InternalIP
-    start_until "$RUN/api.sock" kubectl-proxy "$K/kubectl" proxy --unix-socket="$RUN/api.sock" --reject-paths='^$'
+    running kube-controller-manager >/dev/null || spawn kube-controller-manager nsenter --net="$NETNS" \
+        "$CONTROLLERS/kube-controller-manager" --kubeconfig="$K/kubeconfig" --leader-elect=false --secure-port=0 \
+        --controllers=deployment-controller,replicaset-controller
+    spawn_until "$RUN/api.sock" kubectl-proxy "$K/kubectl" proxy --unix-socket="$RUN/api.sock" --reject-paths='^$'
 }
 
 # The overhead is what a busy emulated guest needs beyond its pod's limits: docs/measuring.md, "Memory".
@@ -174,6 +184,7 @@ up() {
     other=$(other_node)
     [[ -z $other ]] || die "there is a node in $other, and a host has one /var/lib/kubelet and one set of sysctls: 'kubernetes.sh down $other' first"
     TOOLS=$("$ROOT/scripts/tools.sh" kubernetes)
+    CONTROLLERS=$("$ROOT/scripts/tools.sh" controllers)
     ETCD=$(debian_program etcd-server usr/bin/etcd)
     mkdir -p "$RUN"
     network
@@ -219,7 +230,7 @@ down() {
     [[ $(id -u) == 0 ]] || die "removing a node needs root"
     K=$DIR/kubernetes
     if [[ -e $DIR/.stack ]]; then
-        for name in kubelet kubectl-proxy kube-apiserver etcd; do
+        for name in kubelet kube-controller-manager kubectl-proxy kube-apiserver etcd; do
             pid=$(running "$name") || continue
             end_pid "$pid" 10
         done

@@ -84,7 +84,7 @@ owned_pids() {
         fi
         exe=$(readlink "$dir/exe" 2>/dev/null) || continue
         case ${exe##*/} in
-        containerd | containerd-shim-* | sandboxer | sandboxer-front | sandboxer-failing | sandboxer-share | qemu-system-* | cloud-hypervisor | firecracker | runc | runsc | virtiofsd | ctr | *.erofs) ;;
+        containerd | containerd-shim-* | sandboxer | sandboxer-front | sandboxer-failing | sandboxer-share | qemu-system-* | cloud-hypervisor | firecracker | runc | runsc | virtiofsd | ctr | dockerd | crio | conmon | *.erofs) ;;
         *) continue ;;
         esac
         if grep -qzF -e "$RUN/" -e "$DIR/" "$dir/cmdline" 2>/dev/null ||

@@ -117,6 +117,8 @@ link_binaries() {
         [[ -x $from/$file ]] || die "no $from/$file: run 'make build' first"
         ln -sfn "$(realpath "$from/$file")" "$DIR/bin/$file"
     done
+    # By the name that CRI-O takes.
+    ln -sfn containerd-shim-sandboxer-v1 "$DIR/bin/containerd-shim-sandboxer-v2"
     # Only measurements need it.
     [[ ! -x $from/sandboxer-bench ]] || ln -sfn "$(realpath "$from/sandboxer-bench")" "$DIR/bin/sandboxer-bench"
 }

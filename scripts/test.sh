@@ -13,7 +13,7 @@ LOGS=$ROOT/target/test
 GATE_LIMIT=900
 # Seconds that each part takes on two cores when nothing is built.
 declare -A usual=([fast]=300 [core]=530 [guests]=480 [stack-rest]=1300 [chart]=630 [kvm]=720 [deb]=420 [soak]=130 [fuzz]=420 [gate]=430
-    [versions]=400 [rights]=130)
+    [versions]=400 [rights]=130 [docker]=900 [crio]=900)
 # The usual and the real seconds of the parts that were run since `make test` began.
 SPEED=$LOGS/speed
 parts=(fast core)
@@ -22,7 +22,7 @@ case ${1:-} in
 rest)
     parts=(guests stack-rest chart kvm deb soak fuzz gate)
     # What these build first takes up to half an hour.
-    [[ -n ${TEST_UNTIL:-} ]] || parts+=(versions rights)
+    [[ -n ${TEST_UNTIL:-} ]] || parts+=(versions rights docker crio)
     ;;
 *) die "usage: see the head of $0" ;;
 esac

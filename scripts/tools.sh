@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
 # Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
-# usage: tools.sh [TOOL…]      TOOL: containerd, runc, crictl, helm, kubernetes (API server, kubelet, kubectl), apiserver (of Kubernetes, that alone) or
-#                              gvisor (runsc and its shim, for comparison); default: containerd and runc
-# Building from the module proxy takes about two minutes on two cores (gVisor: three more; Kubernetes: 3 to 25, by what Go has in its caches); the second call takes none.
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc, crictl, helm, kubernetes (API server, kubelet, kubectl), apiserver (of Kubernetes, that alone),
+#                              controllers (of Kubernetes: its controller manager), docker (its daemon, its command line and an init; two directories),
+#                              crio (CRI-O with pinns and conmon) or gvisor (runsc and its shim, for comparison);
+#                              default: containerd and runc
+# Building from the module proxy takes about two minutes on two cores (docker: some more; gVisor: three; Kubernetes: 3 to 25, by what Go has in its
+# caches); the second call takes none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -12,6 +15,10 @@ RUNC=${RUNC_VERSION:-1.5.2}
 CRICTL=${CRICTL_VERSION:-1.34.0}
 HELM=${HELM_VERSION:-3.22.0}
 KUBERNETES=${KUBERNETES_VERSION:-1.34.2}
+# docker's daemon, and its command line.
+MOBY=${MOBY_VERSION:-2.0.0-beta.24}
+DOCKER=${DOCKER_VERSION:-29.8.2}
+CRIO=${CRIO_VERSION:-1.34.0}
 # A commit of gVisor's branch `go`, which has no tags. Newer ones need a newer Go.
 GVISOR=${GVISOR_VERSION:-0.0.0-20260701204157-69c2d17aea96}
 
@@ -39,20 +46,27 @@ go_tool() {
 }
 
 # go_install DIR LDFLAGS TAGS PACKAGE@VERSION…: go installs no module whose go.mod replaces or excludes others (containerd 1.x), so such a one is
-# built in a copy of its own.
+# built in a copy of its own. So is docker's command line, whose go.mod and go.sum have other names, and with GO_IN_COPY=1 any: go reads the list of
+# a module's versions before it installs from it, which a proxy may not have.
 go_install() {
     local bin=$1 ldflags=$2 tags=$3 source copy status=0
     shift 3
     local flags=(-trimpath -ldflags "-s -w $ldflags" -tags "$tags")
     export GOFLAGS=-buildvcs=false
     source=$(go mod download -json "$(module_of "$1")" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
-    if ! grep -qE '^(replace|exclude)' "$source/go.mod"; then
+    if [[ -z ${GO_IN_COPY:-} && ! -e $source/vendor.mod ]] && ! grep -qE '^(replace|exclude)' "$source/go.mod"; then
         GOBIN=$bin go install "${flags[@]}" "$@"
         return
     fi
     copy=$(mktemp -d)
     cp -r "$source/." "$copy"
     chmod -R u+w "$copy"
+    if [[ -e $copy/vendor.mod ]]; then
+        # A module has only the list of the directory that it vendors.
+        rm -rf "$copy/vendor"
+        mv "$copy/vendor.mod" "$copy/go.mod"
+        mv "$copy/vendor.sum" "$copy/go.sum"
+    fi
     set -- "${@%@*}"
     (cd "$copy" && go build -mod=mod "${flags[@]}" -o "$bin/" "$@") || status=$?
     rm -rf "$copy"
@@ -134,12 +148,44 @@ kubernetes() { kubernetes_tool kubernetes kubelet kube-apiserver kubectl; }
 
 apiserver() { kubernetes_tool apiserver kube-apiserver; }
 
+controllers() { kubernetes_tool controllers kube-controller-manager; }
+
 # runsc enters a root without libraries, so it must be static.
 gvisor() {
     local module=gvisor.dev/gvisor bin
     bin=$(CGO_ENABLED=0 go_tool gvisor "$GVISOR" "-X $module/runsc/version.version=$GVISOR" "" $module/{runsc,shim}@v"$GVISOR") || return
     # containerd finds a shim by this name.
     [[ ! -e $bin/shim ]] || mv "$bin/shim" "$bin/containerd-shim-runsc-v1"
+    printf '%s\n' "$bin"
+}
+
+# dockerd looks for docker-init (tini, which must run in any image) beside itself and on PATH.
+docker() {
+    local moby=github.com/moby/moby/v2 cli=github.com/docker/cli bin tini
+    bin=$(CGO_ENABLED=0 go_tool moby "$MOBY" "-X $moby/dockerversion.Version=$MOBY" "exclude_graphdriver_btrfs no_btrfs" \
+        $moby/cmd/{dockerd,docker-proxy}@v"$MOBY") || return
+    if [[ ! -e $bin/docker-init ]]; then
+        tini=$(debian_program tini usr/bin/tini-static) || return
+        install -m 0755 "$tini" "$bin/docker-init"
+    fi
+    printf '%s\n' "$bin"
+    CGO_ENABLED=0 go_tool docker "$DOCKER" "-X $cli/cli/version.Version=$DOCKER" "" $cli/cmd/docker@v"$DOCKER+incompatible"
+}
+
+# CRI-O looks for pinns, a C program of its module, and for conmon, which runs the containers of its OCI runtimes. copyimg, of its own tests, gives
+# it images without a registry.
+crio() {
+    local module=github.com/cri-o/cri-o bin source copy conmon
+    bin=$(GO_IN_COPY=1 go_tool crio "$CRIO" "" "containers_image_openpgp exclude_graphdriver_btrfs seccomp" $module/{cmd/crio,test/copyimg}@v"$CRIO") || return
+    if [[ ! -e $bin/pinns ]]; then
+        source=$(go mod download -json $module@v"$CRIO" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+        copy=$(mktemp -d)
+        gcc -O2 -std=c99 -o "$copy/pinns" "$source"/pinns/src/*.c || die "could not build pinns of CRI-O $CRIO"
+        conmon=$(debian_program conmon usr/bin/conmon) || return
+        install -m 0755 "$conmon" "$bin/conmon"
+        install -m 0755 "$copy/pinns" "$bin/pinns"
+        rm -rf "$copy"
+    fi
     printf '%s\n' "$bin"
 }
 
@@ -153,7 +199,10 @@ for tool in "$@"; do
     helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
     kubernetes) with_lock "$CACHE/tools/.lock-kubernetes-$KUBERNETES" kubernetes ;;
     apiserver) with_lock "$CACHE/tools/.lock-apiserver-$KUBERNETES" apiserver ;;
+    controllers) with_lock "$CACHE/tools/.lock-controllers-$KUBERNETES" controllers ;;
+    docker) with_lock "$CACHE/tools/.lock-docker-$MOBY-$DOCKER" docker ;;
+    crio) with_lock "$CACHE/tools/.lock-crio-$CRIO" crio ;;
     gvisor) with_lock "$CACHE/tools/.lock-gvisor-$GVISOR" gvisor ;;
-    *) die "no tool '$tool': containerd, runc, crictl, helm, kubernetes, apiserver or gvisor" ;;
+    *) die "no tool '$tool': containerd, runc, crictl, helm, kubernetes, apiserver, controllers, docker, crio or gvisor" ;;
     esac
 done

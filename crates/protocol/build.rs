@@ -4,6 +4,21 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
 
+/// Messages of CRI that `proto/cri.proto` only names.
+#[cfg(feature = "host")]
+const OF_CRI: [&str; 10] = [
+    "PodSandboxConfig",
+    "ContainerConfig",
+    "RunPodSandboxRequest",
+    "RunPodSandboxResponse",
+    "StopPodSandboxRequest",
+    "StopPodSandboxResponse",
+    "RemovePodSandboxRequest",
+    "RemovePodSandboxResponse",
+    "CreateContainerRequest",
+    "CreateContainerResponse",
+];
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo:rerun-if-changed=proto");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
@@ -22,21 +37,25 @@ fn main() -> Result<(), Box<dyn Error>> {
     for name in ["agent.rs", "agent_ttrpc.rs"] {
         let path = agent.join(name);
         let text = fs::read_to_string(&path)?;
-        let kept: String = text
+        let code: String = text
             .lines()
             .filter(|line| !line.starts_with("#![") && !line.starts_with("//!"))
             .flat_map(|line| [line, "\n"])
             .collect();
         // The daemon's client has a transport of its own.
-        let kept = kept
+        let code = code
             .replace("pub struct AgentClient {", "pub struct AgentClient<C = ::ttrpc::r#async::Client> {")
             .replace("impl AgentClient {", "impl<C: super::Caller> AgentClient<C> {")
             .replace("client: ::ttrpc::r#async::Client", "client: C");
-        fs::write(&path, kept)?;
+        fs::write(&path, code)?;
     }
 
     #[cfg(feature = "host")]
-    tonic_prost_build::configure()
+    OF_CRI
+        .into_iter()
+        .fold(tonic_prost_build::configure(), |all, name| {
+            all.extern_path(format!(".runtime.v1.{name}"), format!("::k8s_cri::v1::{name}"))
+        })
         // What the CLI prints as JSON are these very messages.
         .type_attribute(".sandboxer.admin.v1", "#[derive(serde::Serialize)]")
         .compile_protos(
@@ -46,6 +65,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 "proto/containerd/controller.proto",
                 "proto/containerd/introspection.proto",
                 "proto/containerd/tasks.proto",
+                "proto/cri.proto",
             ],
             &["proto"],
         )?;

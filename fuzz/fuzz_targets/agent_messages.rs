@@ -30,7 +30,7 @@ fuzz_target!(|bytes: &[u8]| {
     if let Some(readings) = again::<StatsResponse>(bytes) {
         stats::encode(&readings).expect("any numbers are metrics");
     }
-    if let Some(head) = Head::of(bytes) {
+    if let Some(head) = Head::parse(bytes) {
         assert!(head.is_answered_by(&head.failed(5)));
     }
     sandboxer_guest::bounds::plain(&String::from_utf8_lossy(bytes));

@@ -11,7 +11,7 @@ fn goes_down(name: Name<'_>) {
 
 fuzz_target!(|bytes: &[u8]| {
     node(bytes);
-    match Request::of(bytes) {
+    match Request::parse(bytes) {
         Ok(
             Request::Lookup { name }
             | Request::MakeLink { name, .. }

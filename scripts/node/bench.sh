@@ -4,6 +4,7 @@
 #                                                                 and a group of GROUP (0: no group)
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
 #        bench.sh commands NAME COUNT HANDLER…                    COUNT commands in a container of each, into $NODE_OUT/NAME
+#        bench.sh checkpoint NAME MIB ROUNDS COPIES HANDLER…      saves, starts from there and COPIES at once, MIB (such as 16,128) filled, into $NODE_OUT/NAME
 # Of a payload that was made with NODE_VM=1, HANDLER may be vm; it may be native in any.
 # Of a stack with STACK_GVISOR=1, whose payload has gVisor, HANDLER may be gvisor. BENCH_ARGUMENTS are further arguments of `sandboxer-cli startup`
 # or `mem-report`, such as "--network host --baseline runc".
@@ -89,6 +90,14 @@ commands)
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
     mkdir -p "$NODE_OUT/$name"
     COLUMNS=180 sandboxer-bench streams "${runtimes[@]}" "${more[@]}" --execs "$count" --logs 0 --output "$NODE_OUT/$name/report.json"
+    ;;
+checkpoint)
+    mib=$1 rounds=$2 copies=$3
+    shift 3
+    for handler in "$@"; do runtimes+=(--runtime "$handler"); done
+    mkdir -p "$NODE_OUT/$name"
+    COLUMNS=180 sandboxer-bench checkpoints "${runtimes[@]}" "${more[@]}" --mib "$mib" --rounds "$rounds" --copies "$copies" --timeout "${START_TIMEOUT:-300}" \
+        --output "$NODE_OUT/$name/report.json"
     ;;
 *) die "no such measurement '$verb'" ;;
 esac

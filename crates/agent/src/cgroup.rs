@@ -53,7 +53,7 @@ pub struct Cgroup {
 
 impl Cgroup {
     /// Returns the group of container `id`; it may not exist.
-    pub fn of(id: &ContainerId) -> Self {
+    pub fn of_container(id: &ContainerId) -> Self {
         Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
 

@@ -21,7 +21,6 @@ use crate::{
 /// The most containers in one guest.
 const MAX_CONTAINERS: usize = 1024;
 
-/// The containers.
 pub struct Containers {
     shared: Arc<Shared>,
     // The lock is never held across an await.
@@ -47,8 +46,7 @@ impl Containers {
     /// Mounts a scratch disk before the container that names it is created.
     pub async fn prepare(&self, disk: &Disk) -> Result<(), Failure> {
         let located = scratch::locate(disk).await?;
-        let done = self.shared.workers.run(&[], || located.prepare()).await?;
-        done.result.map_err(|failure| done.causes.explain(failure))
+        self.shared.workers.run(&[], || located.prepare()).await?.into_result()
     }
 
     /// Creates a container; a repeated request returns the first result.
@@ -97,14 +95,15 @@ impl Containers {
         Ok((container, true))
     }
 
-    /// Gives the container `of` the identifier `id` and holds it until it is started; a repeated request changes nothing.
+    /// Gives the container `source` the identifier `id` and holds it until it is started; a repeated request changes nothing.
     ///
     /// The container's control group, its mounts and the runtime's state keep their names.
     pub fn adopt(
         &self,
         id: &ContainerId,
-        of: &ContainerId,
+        source: &ContainerId,
         files: &[File],
+        signal: u32,
     ) -> Result<Arc<Container>, Failure> {
         let mut known = lock(&self.known);
         if let Some(container) = known.get(id) {
@@ -113,10 +112,11 @@ impl Containers {
                 false => Err(Failure::new(Kind::AlreadyExists, format!("container {id} exists already"))),
             };
         }
-        let container = known.get(of).ok_or_else(|| Failure::not_found(format!("no container {of}")))?;
+        let container =
+            known.get(source).ok_or_else(|| Failure::not_found(format!("no container {source}")))?;
         let container = Arc::clone(container);
-        container.hold(files)?;
-        known.remove(of);
+        container.hold(files, signal)?;
+        known.remove(source);
         known.insert(id.clone(), Arc::clone(&container));
         Ok(container)
     }
@@ -124,8 +124,8 @@ impl Containers {
     /// Returns the identifier of the container that was created as `id`.
     pub fn now_called(&self, id: &ContainerId) -> ContainerId {
         let known = lock(&self.known);
-        let found = known.iter().find(|(_, container)| container.created_as() == id);
-        found.map_or_else(|| id.clone(), |(now, _)| now.clone())
+        let entry = known.iter().find(|(_, container)| container.created_as() == id);
+        entry.map_or_else(|| id.clone(), |(now, _)| now.clone())
     }
 
     /// Removes a stopped container. An unknown one is no error.

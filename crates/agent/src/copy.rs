@@ -158,8 +158,8 @@ mod tests {
         assert!(!to.join("socket").exists());
         for name in ["", "file", "suid", "link", "pipe", "deep", "deep/er"] {
             let seen = |dir: &Path| {
-                let of = meta(&dir.join(name));
-                (of.mode(), of.uid(), of.gid(), of.mtime(), of.mtime_nsec())
+                let metadata = meta(&dir.join(name));
+                (metadata.mode(), metadata.uid(), metadata.gid(), metadata.mtime(), metadata.mtime_nsec())
             };
             assert_eq!(seen(&to), seen(&from), "{name:?}");
         }

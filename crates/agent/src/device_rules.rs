@@ -56,7 +56,7 @@ impl Rule {
     }
 
     /// Converts a rule of a container's spec; `None` if no device can have its numbers.
-    fn of(rule: &LinuxDeviceCgroup) -> Option<Self> {
+    fn from_spec(rule: &LinuxDeviceCgroup) -> Option<Self> {
         // In OCI, -1 also means any.
         let number = |number: Option<i64>| match number {
             None | Some(-1) => Some(None),
@@ -88,7 +88,7 @@ impl Rule {
 /// last.
 pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>) -> Vec<Rule> {
     // Creating a node gives no access; CAP_MKNOD controls it.
-    let made = Rule { allow: true, kind: None, major: None, minor: None, ways: MAKE };
+    let nodes = Rule { allow: true, kind: None, major: None, minor: None, ways: MAKE };
     let usual = USUAL.map(|(major, minor)| Rule {
         allow: true,
         kind: Some(CHARACTER),
@@ -96,7 +96,7 @@ pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>)
         minor,
         ways: EVERY_WAY,
     });
-    of_spec.iter().filter_map(Rule::of).chain([made]).chain(usual).chain(disks).collect()
+    of_spec.iter().filter_map(Rule::from_spec).chain([nodes]).chain(usual).chain(disks).collect()
 }
 
 /// Enforces `rules` for the container's processes.
@@ -114,8 +114,8 @@ const HALF: i32 = 16;
 const CONTEXT: u8 = 1;
 const KIND: u8 = 2;
 const COPY_OF_WAYS: u8 = 3;
-const MAJOR_ASKED: u8 = 4;
-const MINOR_ASKED: u8 = 5;
+const MAJOR_NUMBER: u8 = 4;
+const MINOR_NUMBER: u8 = 5;
 const WAYS: u8 = 6;
 const ANSWER: u8 = 0;
 
@@ -129,8 +129,8 @@ fn program(rules: &[Rule]) -> Vec<Instruction> {
         instruction(COPY, WAYS, KIND, 0, 0),
         instruction(SHIFT_RIGHT, WAYS, 0, 0, HALF),
         instruction(AND, KIND, 0, 0, 0xffff),
-        instruction(LOAD_WORD, MAJOR_ASKED, CONTEXT, MAJOR, 0),
-        instruction(LOAD_WORD, MINOR_ASKED, CONTEXT, MINOR, 0),
+        instruction(LOAD_WORD, MAJOR_NUMBER, CONTEXT, MAJOR, 0),
+        instruction(LOAD_WORD, MINOR_NUMBER, CONTEXT, MINOR, 0),
     ];
     for rule in rules.iter().rev() {
         program.extend(consider(rule));
@@ -160,13 +160,14 @@ fn consider(rule: &Rule) -> Vec<Instruction> {
         ],
     };
     let verdict = [condition, answer(rule.allow).into()].concat();
-    let conditions = [(KIND, rule.kind), (MAJOR_ASKED, rule.major), (MINOR_ASKED, rule.minor)];
-    let asked: Vec<_> = conditions.into_iter().filter_map(|(of, is)| Some((of, is?))).collect();
-    let mut considered = Vec::with_capacity(asked.len() + verdict.len());
-    for (n, (of, is)) in asked.iter().enumerate() {
+    let conditions = [(KIND, rule.kind), (MAJOR_NUMBER, rule.major), (MINOR_NUMBER, rule.minor)];
+    let compared: Vec<_> =
+        conditions.into_iter().filter_map(|(register, value)| Some((register, value?))).collect();
+    let mut considered = Vec::with_capacity(compared.len() + verdict.len());
+    for (n, (register, value)) in compared.iter().enumerate() {
         // A jump skips the remaining conditions and the result: a dozen instructions at most.
-        let over = (asked.len() - n - 1 + verdict.len()) as i16;
-        considered.push(instruction(JUMP_IF_NOT, *of, 0, over, *is));
+        let over = (compared.len() - n - 1 + verdict.len()) as i16;
+        considered.push(instruction(JUMP_IF_NOT, *register, 0, over, *value));
     }
     considered.extend(verdict);
     considered
@@ -185,11 +186,16 @@ mod tests {
     /// Evaluates OCI's rules for each type of access separately.
     fn allowed(rules: &[Rule], kind: i32, major: i32, minor: i32, ways: u8) -> bool {
         let speaks = |rule: &Rule, way: u8| {
-            let is = |of: Option<i32>, asked: i32| of.is_none_or(|of| of == asked);
-            rule.ways & way != 0 && is(rule.kind, kind) && is(rule.major, major) && is(rule.minor, minor)
+            let matches = |condition: Option<i32>, requested: i32| {
+                condition.is_none_or(|condition| condition == requested)
+            };
+            rule.ways & way != 0
+                && matches(rule.kind, kind)
+                && matches(rule.major, major)
+                && matches(rule.minor, minor)
         };
-        let asked = [MAKE, READ, WRITE].into_iter().filter(|way| ways & way != 0);
-        asked
+        let requested = [MAKE, READ, WRITE].into_iter().filter(|way| ways & way != 0);
+        requested
             .into_iter()
             .all(|way| rules.iter().rfind(|rule| speaks(rule, way)).is_some_and(|rule| rule.allow))
     }
@@ -231,8 +237,8 @@ mod tests {
             kind in 1..3_i32, major in 0..3_i32, minor in 0..3_i32, ways in 1..8_u8,
         ) {
             let access = (u32::from(ways) << HALF) | kind.cast_unsigned();
-            let said = run(&program(&rules), [access, major.cast_unsigned(), minor.cast_unsigned()]);
-            prop_assert_eq!(said, allowed(&rules, kind, major, minor, ways));
+            let result = run(&program(&rules), [access, major.cast_unsigned(), minor.cast_unsigned()]);
+            prop_assert_eq!(result, allowed(&rules, kind, major, minor, ways));
         }
     }
 
@@ -260,8 +266,8 @@ mod tests {
             (BLOCK, 254, 0, READ, false),
             (BLOCK, 254, 0, MAKE, true),
         ] {
-            let said = allowed(&rules, kind, major, minor, ways);
-            assert_eq!(said, expected, "{kind} {major}:{minor} {ways}");
+            let result = allowed(&rules, kind, major, minor, ways);
+            assert_eq!(result, expected, "{kind} {major}:{minor} {ways}");
         }
     }
 
@@ -273,7 +279,7 @@ mod tests {
             {"allow": true, "type": "b", "major": -5},
             {"allow": true, "type": "p"},
         ]));
-        let read: Vec<_> = rules.iter().filter_map(Rule::of).collect();
+        let read: Vec<_> = rules.iter().filter_map(Rule::from_spec).collect();
         let any = Rule { allow: true, kind: Some(CHARACTER), major: None, minor: None, ways: READ };
         assert_eq!(read, [any]);
     }

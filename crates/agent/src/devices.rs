@@ -29,15 +29,15 @@ pub fn allow_all(rules: &[LinuxDeviceCgroup]) -> bool {
 
 /// Returns every device of the guest.
 pub fn all() -> io::Result<Vec<LinuxDevice>> {
-    let mut found = Vec::new();
-    list(Path::new("/dev"), DEPTH, &mut found)?;
+    let mut devices = Vec::new();
+    list(Path::new("/dev"), DEPTH, &mut devices)?;
     for minor in LOOPS {
         let path = Path::new("/dev").join(format!("loop{minor}"));
-        if !found.iter().any(|device| *device.path() == path) {
-            found.push(node(path, LinuxDeviceType::B, (LOOP, minor), (0o660, 0, 0))?);
+        if !devices.iter().any(|device| *device.path() == path) {
+            devices.push(node(path, LinuxDeviceType::B, (LOOP, minor), (0o660, 0, 0))?);
         }
     }
-    Ok(found)
+    Ok(devices)
 }
 
 fn node(
@@ -50,7 +50,7 @@ fn node(
     device.file_mode(mode).uid(uid).gid(gid).build().map_err(io::Error::other)
 }
 
-fn list(dir: &Path, depth: u32, found: &mut Vec<LinuxDevice>) -> io::Result<()> {
+fn list(dir: &Path, depth: u32, devices: &mut Vec<LinuxDevice>) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
         let meta = match fs::symlink_metadata(&path) {
@@ -61,11 +61,11 @@ fn list(dir: &Path, depth: u32, found: &mut Vec<LinuxDevice>) -> io::Result<()> 
         let is_one_of = |names: &[&str]| names.iter().any(|other| name == *other);
         let kind = meta.file_type();
         if kind.is_dir() && depth > 0 && !is_one_of(&MOUNTS) {
-            list(&path, depth - 1, found)?;
+            list(&path, depth - 1, devices)?;
         } else if (kind.is_char_device() || kind.is_block_device()) && !is_one_of(&NOT_LISTED) {
             let kind = if kind.is_char_device() { LinuxDeviceType::C } else { LinuxDeviceType::B };
             let number = (libc::major(meta.rdev()).into(), libc::minor(meta.rdev()).into());
-            found.push(node(path, kind, number, (meta.mode() & 0o7777, meta.uid(), meta.gid()))?);
+            devices.push(node(path, kind, number, (meta.mode() & 0o7777, meta.uid(), meta.gid()))?);
         }
     }
     Ok(())

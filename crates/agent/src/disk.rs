@@ -28,13 +28,13 @@ const VPD_HEADER: usize = 4;
 /// Waits for the disk with `serial`; returns its device node.
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
     let index = Index::of_guest();
-    let found = uevent::wait_for(&["block"], Some(DEADLINE), || match &index {
+    let name = uevent::wait_for(&["block"], Some(DEADLINE), || match &index {
         None => scan(Path::new("/sys/block"), serial),
         Some(index) => index.read().and_then(|entries| in_slot(Path::new("/sys/block"), &entries, serial)),
     })
     .await
     .map_err(internal(format!("cannot listen for disk {serial:?}")))?;
-    let name = found.ok_or_else(|| {
+    let name = name.ok_or_else(|| {
         let message = format!(
             "disk with serial {serial:?} did not appear within {} s; the guest has {}",
             DEADLINE.as_secs(),

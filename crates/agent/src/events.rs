@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// The most events kept. A host that falls behind further sees a gap in the numbers.
-const MAX_KEPT: usize = 256;
+const MAX_EVENTS: usize = 256;
 
 /// One event.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub struct Events {
 #[derive(Default)]
 struct Queue {
     last: u64,
-    kept: VecDeque<Event>,
+    events: VecDeque<Event>,
 }
 
 impl Events {
@@ -52,9 +52,9 @@ impl Events {
         let mut queue = lock(&self.queue);
         queue.last += 1;
         let sequence = queue.last;
-        queue.kept.push_back(Event { sequence, oom: container });
-        if queue.kept.len() > MAX_KEPT {
-            queue.kept.pop_front();
+        queue.events.push_back(Event { sequence, oom: container });
+        if queue.events.len() > MAX_EVENTS {
+            queue.events.pop_front();
         }
         drop(queue);
         self.grown.notify_waiters();
@@ -67,7 +67,7 @@ impl Events {
             tokio::pin!(grown);
             grown.as_mut().enable();
             let new: Vec<Event> =
-                lock(&self.queue).kept.iter().filter(|event| event.sequence > after).cloned().collect();
+                lock(&self.queue).events.iter().filter(|event| event.sequence > after).cloned().collect();
             if !new.is_empty() {
                 return new;
             }
@@ -102,7 +102,7 @@ impl OomWatch {
 
     /// Starts watching a container.
     pub fn add(&self, id: &ContainerId) -> io::Result<()> {
-        let file = Cgroup::of(id).file("memory.events");
+        let file = Cgroup::of_container(id).file("memory.events");
         let descriptor = inotify::add_watch(self.inotify.get_ref(), file, inotify::WatchFlags::MODIFY)?;
         lock(&self.watched).insert(id.clone(), Watched { descriptor, kills: 0, explained: 0 });
         self.look(id);
@@ -119,7 +119,7 @@ impl OomWatch {
 
     /// Reports new kills in a container.
     pub fn look(&self, id: &ContainerId) {
-        let kills = Cgroup::of(id).oom_kills();
+        let kills = Cgroup::of_container(id).oom_kills();
         let mut watched = lock(&self.watched);
         let news = watched.get_mut(id).is_some_and(|watched| {
             let news = kills > watched.kills;
@@ -167,13 +167,13 @@ mod tests {
     #[tokio::test]
     async fn a_slow_host_sees_the_newest_events_and_the_gap() {
         let events = Events::default();
-        for _ in 0..MAX_KEPT + 10 {
+        for _ in 0..MAX_EVENTS + 10 {
             events.oom("web".parse().unwrap());
         }
-        let seen = events.next(3).await;
-        assert_eq!(seen.len(), MAX_KEPT);
-        assert_eq!(seen.first().map(|event| event.sequence), Some(11));
-        assert_eq!(seen.last().map(|event| event.sequence), Some(MAX_KEPT as u64 + 10));
+        let new_events = events.next(3).await;
+        assert_eq!(new_events.len(), MAX_EVENTS);
+        assert_eq!(new_events.first().map(|event| event.sequence), Some(11));
+        assert_eq!(new_events.last().map(|event| event.sequence), Some(MAX_EVENTS as u64 + 10));
     }
 
     #[tokio::test]

@@ -56,7 +56,7 @@ struct Connection {
 impl Connections {
     /// Connects to a port. Closes the connections of any other owner.
     pub async fn dial(&self, port: u16, owner: u64) -> Result<u64, Failure> {
-        self.make_room(owner)?;
+        self.admit(owner)?;
         let stream = timeout(DEADLINE, connect(port))
             .await
             .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
@@ -72,7 +72,7 @@ impl Connections {
         Ok(number)
     }
 
-    fn make_room(&self, owner: u64) -> Result<(), Failure> {
+    fn admit(&self, owner: u64) -> Result<(), Failure> {
         let mut open = self.open();
         if open.owner != owner {
             open.owner = owner;
@@ -113,8 +113,8 @@ impl Connections {
     }
 
     fn get(&self, number: u64) -> Result<Arc<Connection>, Failure> {
-        let found = self.open().by_number.get(&number).cloned();
-        found.ok_or_else(|| Failure::not_found(format!("no connection {number}")))
+        let connection = self.open().by_number.get(&number).cloned();
+        connection.ok_or_else(|| Failure::not_found(format!("no connection {number}")))
     }
 
     fn open(&self) -> MutexGuard<'_, Open> {
@@ -154,9 +154,9 @@ mod tests {
         tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
                 tokio::spawn(async move {
-                    let mut heard = Vec::new();
-                    stream.read_to_end(&mut heard).await.unwrap();
-                    stream.write_all(&heard).await.unwrap();
+                    let mut received = Vec::new();
+                    stream.read_to_end(&mut received).await.unwrap();
+                    stream.write_all(&received).await.unwrap();
                 });
             }
         });
@@ -170,15 +170,15 @@ mod tests {
             let number = connections.dial(echo(ip).await, 1).await.unwrap();
             connections.write(number, b"half ", false).await.unwrap();
             connections.write(number, b"closed", true).await.unwrap();
-            let mut heard = Vec::new();
+            let mut received = Vec::new();
             loop {
                 let data = connections.read(number).await.unwrap();
                 if data.is_empty() {
                     break;
                 }
-                heard.extend(data);
+                received.extend(data);
             }
-            assert_eq!(heard, b"half closed", "{ip}");
+            assert_eq!(received, b"half closed", "{ip}");
         }
     }
 

@@ -16,6 +16,7 @@ use nix::{
     errno::Errno,
     fcntl::{FcntlArg, OFlag, fcntl},
 };
+use rustix::pty::OpenptFlags;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::{Notify, OwnedMutexGuard, watch},
@@ -37,7 +38,7 @@ const TERMINAL_LINGER: Duration = Duration::from_millis(200);
 
 /// The streams that a process has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Wanted {
+pub struct StdioSpec {
     /// Whether the process's standard input can be written.
     pub stdin: bool,
     /// Whether the process's standard output is kept.
@@ -108,25 +109,25 @@ pub struct Pipes {
     pub stderr: Option<OwnedFd>,
 }
 
-/// Opens the pipes of the streams `wanted`.
-pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
+/// Opens the pipes of the streams of `stdio`.
+pub fn pipes(stdio: StdioSpec) -> Result<(Pipes, ChildEnds), Failure> {
     let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a process"));
     let null = || {
         let file = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
         file.map(OwnedFd::from).map_err(internal("cannot open /dev/null"))
     };
     let mut ours = Pipes::default();
-    let output = |wanted: bool, ours: &mut Option<OwnedFd>| {
-        if !wanted {
+    let output = |is_open: bool, ours: &mut Option<OwnedFd>| {
+        if !is_open {
             return null();
         }
         let (read, write) = pipe()?;
         *ours = Some(read);
         Ok(write)
     };
-    let stdout = output(wanted.stdout, &mut ours.stdout)?;
-    let stderr = output(wanted.stderr, &mut ours.stderr)?;
-    let stdin = if wanted.stdin {
+    let stdout = output(stdio.stdout, &mut ours.stdout)?;
+    let stderr = output(stdio.stderr, &mut ours.stderr)?;
+    let stdin = if stdio.stdin {
         let (read, write) = pipe()?;
         ours.stdin = Some(write);
         read
@@ -140,7 +141,7 @@ pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
 #[derive(Default)]
 pub struct Output {
     // The lock is never held across an await.
-    state: Mutex<Kept>,
+    state: Mutex<OutputState>,
     /// Notified when bytes or the end are added.
     grown: Notify,
     /// Notified when bytes are acknowledged.
@@ -148,7 +149,7 @@ pub struct Output {
 }
 
 #[derive(Default)]
-struct Kept {
+struct OutputState {
     bytes: VecDeque<u8>,
     /// The offset of the first byte kept: all bytes before it are acknowledged.
     start: u64,
@@ -186,39 +187,39 @@ impl Output {
     }
 
     fn take(&self, host: u64, offset: Option<u64>, max: usize) -> Result<Option<Chunk>, Failure> {
-        let mut kept = lock(&self.state);
-        if kept.hosts != host {
+        let mut state = lock(&self.state);
+        if state.hosts != host {
             return Err(Failure::precondition("another host reads the output now"));
         }
-        let offset = offset.unwrap_or(kept.start);
-        let held = kept.bytes.len() as u64;
-        let Some(skip) = offset.checked_sub(kept.start) else {
+        let offset = offset.unwrap_or(state.start);
+        let buffered = state.bytes.len() as u64;
+        let Some(skip) = offset.checked_sub(state.start) else {
             return Err(Failure::invalid(format!(
                 "output before offset {} was acknowledged and dropped; requested offset {offset}",
-                kept.start
+                state.start
             )));
         };
-        if skip > held {
+        if skip > buffered {
             return Err(Failure::invalid(format!(
                 "output has {} bytes so far; requested offset {offset}",
-                kept.start + held
+                state.start + buffered
             )));
         }
         if skip > 0 {
-            // The number is at most `held`, which fits.
-            kept.bytes.drain(..skip as usize);
-            kept.start = offset;
+            // The number is at most `buffered`, which fits.
+            state.bytes.drain(..skip as usize);
+            state.start = offset;
             self.shrunk.notify_one();
         }
-        if kept.bytes.is_empty() && !kept.ended {
+        if state.bytes.is_empty() && !state.ended {
             return Ok(None);
         }
         // Copies whole slices: byte by byte, this was the most expensive step of a long log.
-        let (first, second) = kept.bytes.as_slices();
-        let count = max.max(1).min(kept.bytes.len());
+        let (first, second) = state.bytes.as_slices();
+        let count = max.max(1).min(state.bytes.len());
         let head = &first[..count.min(first.len())];
         let bytes = [head, &second[..count - head.len()]].concat();
-        let end = kept.ended && bytes.len() == kept.bytes.len();
+        let end = state.ended && bytes.len() == state.bytes.len();
         Ok(Some(Chunk { offset, bytes, end }))
     }
 
@@ -229,11 +230,11 @@ impl Output {
 
     /// Drops what was not read, and counts the following bytes from 0, for another host. Ends the calls of the one before.
     pub fn begin_anew(&self) {
-        let mut kept = lock(&self.state);
-        kept.bytes.clear();
-        kept.start = 0;
-        kept.hosts += 1;
-        drop(kept);
+        let mut state = lock(&self.state);
+        state.bytes.clear();
+        state.start = 0;
+        state.hosts += 1;
+        drop(state);
         self.shrunk.notify_one();
         self.grown.notify_waiters();
     }
@@ -245,11 +246,11 @@ impl Output {
     }
 
     /// Waits until the buffer has free space; returns the size of that space in bytes.
-    async fn room(&self) -> usize {
+    async fn free_space(&self) -> usize {
         loop {
-            let room = CAPACITY - lock(&self.state).bytes.len().min(CAPACITY);
-            if room > 0 {
-                return room;
+            let free = CAPACITY - lock(&self.state).bytes.len().min(CAPACITY);
+            if free > 0 {
+                return free;
             }
             self.shrunk.notified().await;
         }
@@ -261,27 +262,27 @@ impl Output {
 pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exited: watch::Receiver<bool>) {
     let mut left = None;
     loop {
-        let mut room = output.room().await;
-        let gone = *exited.borrow_and_update();
-        if gone && !terminal {
+        let mut max = output.free_space().await;
+        let has_exited = *exited.borrow_and_update();
+        if has_exited && !terminal {
             let left = match left {
                 Some(left) => left,
                 None => *left.insert(pipe_helper::waiting(&from).await),
             };
-            room = room.min(left);
-            if room == 0 {
+            max = max.min(left);
+            if max == 0 {
                 break;
             }
         }
-        match pipe_helper::read(&from, room).await {
+        match pipe_helper::read(&from, max).await {
             Ok(bytes) if bytes.is_empty() => break,
             Ok(bytes) => {
                 output.append(&bytes);
                 left = left.map(|left: usize| left.saturating_sub(bytes.len()));
             }
             Err(Errno::EINTR) => {}
-            Err(Errno::EAGAIN) if gone && !terminal => break,
-            Err(Errno::EAGAIN) if gone => {
+            Err(Errno::EAGAIN) if has_exited && !terminal => break,
+            Err(Errno::EAGAIN) if has_exited => {
                 if timeout(TERMINAL_LINGER, becomes_readable(&from)).await.is_err() {
                     break;
                 }
@@ -319,29 +320,29 @@ async fn becomes_readable(from: &Stream) {
 /// The input of one process.
 pub struct Input {
     // The state. The lock is held while bytes are written, since input has one order.
-    state: Arc<tokio::sync::Mutex<Taken>>,
+    state: Arc<tokio::sync::Mutex<InputState>>,
     terminal: bool,
 }
 
-struct Taken {
+struct InputState {
     to: Option<Stream>,
     bytes: u64,
 }
 
 impl Input {
-    /// Creates an input that writes to `to`. A terminal is not closed at the end of the input: its output has
-    /// the same descriptor.
+    /// Creates an input that writes to `to`. A terminal is hung up at the end of the input, as under other runtimes, and not closed: its
+    /// output has the same descriptor.
     pub fn new(to: Stream, terminal: bool) -> Self {
-        let taken = Taken { to: Some(to), bytes: 0 };
-        Self { state: Arc::new(tokio::sync::Mutex::new(taken)), terminal }
+        let state = InputState { to: Some(to), bytes: 0 };
+        Self { state: Arc::new(tokio::sync::Mutex::new(state)), terminal }
     }
 
     /// Counts the bytes from 0 again, for a host that has written none of them. Returns `false` if the host before is
     /// still writing.
     pub fn begin_anew(&self) -> bool {
-        let taken = self.state.try_lock();
-        taken.is_ok_and(|mut taken| {
-            taken.bytes = 0;
+        let state = self.state.try_lock();
+        state.is_ok_and(|mut state| {
+            state.bytes = 0;
             true
         })
     }
@@ -349,45 +350,57 @@ impl Input {
     /// Writes the part of `bytes`, which begin at `offset`, that was not written before; returns the offset up to which
     /// input was written. Discards input that the process no longer reads.
     pub async fn write(&self, offset: u64, bytes: &[u8], end: bool) -> Result<u64, Failure> {
-        let mut taken = Arc::clone(&self.state).lock_owned().await;
-        let Some(skip) = taken.bytes.checked_sub(offset) else {
+        let mut state = Arc::clone(&self.state).lock_owned().await;
+        let Some(skip) = state.bytes.checked_sub(offset) else {
             return Err(Failure::invalid(format!(
                 "input was written up to offset {}, the next bytes start at {offset}",
-                taken.bytes
+                state.bytes
             )));
         };
         let all = offset + bytes.len() as u64;
         let mut rest = usize::try_from(skip).ok().and_then(|skip| bytes.get(skip..)).unwrap_or_default();
-        while let Some(to) = taken.to.clone().filter(|_| !rest.is_empty()) {
+        while let Some(to) = state.to.clone().filter(|_| !rest.is_empty()) {
             let Ok(mut writable) = to.writable().await else { break };
-            let had = taken.bytes;
+            let had = state.bytes;
             let wrote;
-            (taken, wrote) = write_some(taken, Arc::clone(&to), rest.to_vec()).await?;
+            (state, wrote) = write_some(state, Arc::clone(&to), rest.to_vec()).await?;
             match wrote {
-                Ok(()) => rest = &rest[(taken.bytes - had) as usize..],
+                Ok(()) => rest = &rest[(state.bytes - had) as usize..],
                 Err(Errno::EAGAIN) => writable.clear_ready(),
                 Err(Errno::EINTR) => {}
-                Err(_) => taken.to = None,
+                Err(_) => state.to = None,
             }
         }
-        taken.bytes = taken.bytes.max(all);
-        if end && !self.terminal {
-            taken.to = None;
+        state.bytes = state.bytes.max(all);
+        if end
+            && let Some(to) = state.to.take()
+            && self.terminal
+        {
+            hang_up(to.get_ref()).map_err(internal("cannot hang up the terminal"))?;
         }
-        Ok(taken.bytes)
+        Ok(state.bytes)
     }
+}
+
+/// Hangs up the terminal with this master: its session gets SIGHUP, reads of it end, and writes fail. What was written before can still
+/// be read from the master.
+fn hang_up(master: &OwnedFd) -> io::Result<()> {
+    let terminal = rustix::pty::ioctl_tiocgptpeer(master, OpenptFlags::RDWR | OpenptFlags::NOCTTY)?;
+    // SAFETY: the request has no argument, and the descriptor is open.
+    Errno::result(unsafe { libc::ioctl(terminal.as_raw_fd(), libc::TIOCVHANGUP) })?;
+    Ok(())
 }
 
 /// Makes one attempt, which is counted even if the caller is dropped in the meantime.
 async fn write_some(
-    mut taken: OwnedMutexGuard<Taken>,
+    mut state: OwnedMutexGuard<InputState>,
     to: Stream,
     bytes: Vec<u8>,
-) -> Result<(OwnedMutexGuard<Taken>, Result<(), Errno>), Failure> {
+) -> Result<(OwnedMutexGuard<InputState>, Result<(), Errno>), Failure> {
     detached(async move {
         let wrote = pipe_helper::write(&to, &bytes).await;
-        taken.bytes += wrote.unwrap_or(0) as u64;
-        Ok((taken, wrote.map(drop)))
+        state.bytes += wrote.unwrap_or(0) as u64;
+        Ok((state, wrote.map(drop)))
     })
     .await
 }

@@ -76,10 +76,10 @@ impl Limits {
     pub fn of_container(resources: &LinuxResources) -> Result<Self, Failure> {
         let cpu = resources.cpu().as_ref();
         let quota = cpu.and_then(|cpu| cpu.quota()).and_then(specified);
-        let of = Cpu::new(quota.flatten(), cpu.and_then(|cpu| cpu.period()).unwrap_or_default())?;
+        let cpu_limit = Cpu::new(quota.flatten(), cpu.and_then(|cpu| cpu.period()).unwrap_or_default())?;
         let memory = resources.memory().and_then(|memory| memory.limit()).and_then(specified);
         // The runtime limits the container's processes.
-        Ok(Self { cpu: quota.map(|_| of), memory: memory.map(Bytes), processes: None })
+        Ok(Self { cpu: quota.map(|_| cpu_limit), memory: memory.map(Bytes), processes: None })
     }
 
     /// Rejects limits of `group` that exceed the VM's current size and were raised. A limit that already exceeds it may
@@ -107,17 +107,17 @@ impl Limits {
             && bytes > guest.memory
             && group.read("memory.max").is_ok_and(|now| is_raised(now.trim().parse().ok(), bytes as f64))
         {
-            let (asked, has) = (bytes >> 20, guest.memory >> 20);
-            return Err(too_much(&format!("{asked} MiB of memory"), &format!("{has} MiB")));
+            let (requested, available) = (bytes >> 20, guest.memory >> 20);
+            return Err(too_much(&format!("{requested} MiB of memory"), &format!("{available} MiB")));
         }
-        if let Some(asked @ Cpu { quota_us: Some(_), .. }) = self.cpu
-            && asked.cpus() > guest.cpus as f64
+        if let Some(requested @ Cpu { quota_us: Some(_), .. }) = self.cpu
+            && requested.cpus() > guest.cpus as f64
             && group.read("cpu.max").is_ok_and(|now| {
-                let now = Cpu::of(&now).map(Cpu::cpus).filter(|cpus| cpus.is_finite());
-                is_raised(now, asked.cpus())
+                let now = Cpu::parse(&now).map(Cpu::cpus).filter(|cpus| cpus.is_finite());
+                is_raised(now, requested.cpus())
             })
         {
-            return Err(too_much(&format!("{} CPUs", asked.cpus()), &guest.cpus.to_string()));
+            return Err(too_much(&format!("{} CPUs", requested.cpus()), &guest.cpus.to_string()));
         }
         Ok(())
     }
@@ -127,11 +127,11 @@ impl Limits {
     pub fn apply_to_all(&self) -> Result<(), Failure> {
         let group = Cgroup::of_all();
         if let Some(Bytes(Some(bytes))) = self.memory {
-            let held = held(&group).map_err(internal("cannot read what the containers use"))?;
-            if bytes < held {
-                let (asked, held) = (bytes >> 20, held >> 20);
+            let used = unreclaimable(&group).map_err(internal("cannot read what the containers use"))?;
+            if bytes < used {
+                let (requested, used) = (bytes >> 20, used >> 20);
                 let message = format!(
-                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers use"
+                    "a limit of {requested} MiB is less than the {used} MiB that the pod's containers use"
                 );
                 return Err(Failure::precondition(message));
             }
@@ -174,7 +174,7 @@ impl Cpu {
     }
 
     /// Parses the format of `cpu.max`.
-    fn of(text: &str) -> Option<Self> {
+    fn parse(text: &str) -> Option<Self> {
         let (quota, period) = text.trim().split_once(' ')?;
         Some(Self { quota_us: quota.parse().ok(), period_us: period.parse().ok()? })
     }
@@ -187,15 +187,15 @@ impl Cpu {
 }
 
 /// Returns the memory that the kernel cannot reclaim from a group, bytes.
-fn held(group: &Cgroup) -> io::Result<u64> {
+fn unreclaimable(group: &Cgroup) -> io::Result<u64> {
     let current = group.read("memory.current")?.trim().parse().map_err(io::Error::other)?;
     let file = |key| group.keyed("memory.stat", key).unwrap_or(0);
     Ok(u64::saturating_sub(current, file("active_file") + file("inactive_file")))
 }
 
-fn too_much(asked: &str, has: &str) -> Failure {
+fn too_much(requested: &str, available: &str) -> Failure {
     Failure::precondition(format!(
-        "a limit of {asked} is more than the {has} of the pod's VM, which cannot have more now: \
+        "a limit of {requested} is more than the {available} of the pod's VM, which cannot have more now: \
          restart the pod with limits of that size"
     ))
 }
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn what_the_kernel_does_not_take_is_the_callers_fault() {
-        let of = |cpu: serde_json::Value| {
+        let parse = |cpu: serde_json::Value| {
             let resources: LinuxResources =
                 serde_json::from_value(serde_json::json!({ "cpu": cpu })).unwrap();
             Limits::of_container(&resources)
@@ -248,11 +248,11 @@ mod tests {
             (serde_json::json!({"quota": -1, "period": 1_000_001}), "a CPU period of 1000001 µs"),
         ];
         for (cpu, words) in refused {
-            let failure = of(cpu).unwrap_err();
+            let failure = parse(cpu).unwrap_err();
             assert!(failure.kind == Kind::InvalidArgument && failure.message.starts_with(words), "{failure}");
         }
-        of(serde_json::json!({"quota": 1000, "period": 1_000_000})).unwrap();
-        of(serde_json::json!({"quota": -1, "period": 0})).unwrap();
+        parse(serde_json::json!({"quota": 1000, "period": 1_000_000})).unwrap();
+        parse(serde_json::json!({"quota": -1, "period": 0})).unwrap();
         let pod = PodLimits { cpu_quota_us: 1, ..Default::default() };
         assert_eq!(Limits::of_pod(&pod).unwrap_err().kind, Kind::InvalidArgument);
     }

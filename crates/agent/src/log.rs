@@ -38,13 +38,13 @@ pub const PAYLOAD: char = 'P';
 /// Starts logging to the console. `filter` has the syntax of `RUST_LOG`; an invalid one is replaced by the default,
 /// with a warning.
 pub fn start(filter: Option<&str>) {
-    let (targets, refused) = match filter.map(str::parse::<Targets>) {
+    let (targets, invalid) = match filter.map(str::parse::<Targets>) {
         Some(Ok(targets)) => (targets, None),
         Some(Err(error)) => (default_targets(), Some(error)),
         None => (default_targets(), None),
     };
     let _ = tracing::subscriber::set_global_default(Console { targets });
-    if let Some(error) = refused {
+    if let Some(error) = invalid {
         tracing::warn!("invalid log filter in sandboxer.log ({error}); using {DEFAULT_FILTER}");
     }
 }

@@ -144,9 +144,9 @@ async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert:
         ..Ready::default()
     };
     tokio::select! {
-        ended = port::serve(port_key, ready, sessions) => ended.context("link to the host failed")?,
-        ended = reaper.run() => ended.context("processes can no longer be reaped")?,
-        ended = oom.run() => ended.context("OOM watch failed")?,
+        result = port::serve(port_key, ready, sessions) => result.context("link to the host failed")?,
+        result = reaper.run() => result.context("processes can no longer be reaped")?,
+        result = oom.run() => result.context("OOM watch failed")?,
     }
     anyhow::bail!("link to the host was closed")
 }

@@ -11,7 +11,7 @@ use sandboxer_protocol::{
 use crate::{
     container::{Create, PidMode},
     failure::{Failure, Kind},
-    io::Wanted,
+    io::StdioSpec,
     process::{Exit, Process, State},
     rootfs::{Disk, Plan, Writable},
     runtime::{self, File, SeenDevice},
@@ -36,8 +36,8 @@ pub fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
 }
 
 /// Returns the streams that a process gets.
-pub fn wanted(stdio: &wire::Stdio) -> Wanted {
-    Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
+pub fn stdio_spec(stdio: &wire::Stdio) -> StdioSpec {
+    StdioSpec { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
 }
 
 fn disk(disk: &wire::Disk) -> Disk {
@@ -97,7 +97,7 @@ pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> 
     runtime::check_paths(paths.map(String::as_str))?;
     Ok(Create {
         id: container_id(&request.container_id)?,
-        stdio: wanted(&request.stdio),
+        stdio: stdio_spec(&request.stdio),
         rootfs,
         spec: request.spec_json,
         files,
@@ -128,10 +128,10 @@ pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
     let content = match request.content {
         Some(C::Tree(tree)) => Content::Tree(tree.entries.into_iter().map(entry).collect::<Result<_, _>>()?),
         Some(C::Memory(memory)) => Content::Memory { size_bytes: memory.size_bytes },
-        Some(C::Disk(wanted)) => {
-            let wanted = disk(&wanted);
-            wanted.check()?;
-            Content::Disk(wanted)
+        Some(C::Disk(wire_disk)) => {
+            let disk = disk(&wire_disk);
+            disk.check()?;
+            Content::Disk(disk)
         }
         _ => return Err(Failure::invalid("volume: has no content")),
     };
@@ -140,13 +140,13 @@ pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
 
 /// Converts a request to prepare a scratch disk.
 pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
-    let wanted = request.disk.as_ref().ok_or_else(|| Failure::invalid("request has no disk"))?;
-    let wanted = disk(wanted);
-    wanted.check()?;
-    if !wanted.scratch || wanted.read_only {
-        return Err(Failure::invalid(format!("disk {:?} is not a writable scratch disk", wanted.serial)));
+    let wire_disk = request.disk.as_ref().ok_or_else(|| Failure::invalid("request has no disk"))?;
+    let disk = disk(wire_disk);
+    disk.check()?;
+    if !disk.scratch || disk.read_only {
+        return Err(Failure::invalid(format!("disk {:?} is not a writable scratch disk", disk.serial)));
     }
-    Ok(wanted)
+    Ok(disk)
 }
 
 /// Converts a PID for the wire.
@@ -159,18 +159,18 @@ pub fn exited(exit: Exit) -> wire::Exit {
     wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
 }
 
-/// Builds the description of a container's init or of an exec. The container may be paused, and `held` until its start.
+/// Builds the description of a container's init or of an exec. The container may be paused, and held until its start.
 pub fn process(
     container: &ContainerId,
     exec: Option<&ExecId>,
     process: &Process,
-    paused: bool,
-    held: bool,
+    is_paused: bool,
+    is_held: bool,
 ) -> wire::Process {
     let (state, pid, exit) = match process.state() {
-        State::Running { pid } if held && exec.is_none() => (wire::ProcessState::CREATED, Some(pid), None),
+        State::Running { pid } if is_held && exec.is_none() => (wire::ProcessState::CREATED, Some(pid), None),
         State::Created { pid } => (wire::ProcessState::CREATED, pid, None),
-        State::Running { pid } if paused => (wire::ProcessState::PAUSED, Some(pid), None),
+        State::Running { pid } if is_paused => (wire::ProcessState::PAUSED, Some(pid), None),
         State::Running { pid } => (wire::ProcessState::RUNNING, Some(pid), None),
         State::Exited { pid, exit } => (wire::ProcessState::EXITED, pid, Some(exit)),
     };

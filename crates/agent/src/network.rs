@@ -55,7 +55,7 @@ pub async fn configure(interfaces: &[wire::Interface], removes_others: bool) -> 
         }
     }
     make_way(&mut netlink, &nics, interfaces).map_err(internal("cannot rename network devices"))?;
-    let wanted = interfaces
+    let devices = interfaces
         .iter()
         .map(|interface| match nics.get(&interface.nic) {
             Some(nic) => Ok((nic, interface)),
@@ -67,7 +67,7 @@ pub async fn configure(interfaces: &[wire::Interface], removes_others: bool) -> 
     let steps: [(&str, Step); 4] =
         [("name", rename), ("set up", set_link), ("address", add_addresses), ("route by", add_routes)];
     for (attempt, step) in steps {
-        for (nic, interface) in &wanted {
+        for (nic, interface) in &devices {
             step(&mut netlink, nic, interface)
                 .map_err(internal(format!("cannot {attempt} network interface {:?}", interface.name)))?;
         }
@@ -88,11 +88,11 @@ fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
 }
 
 async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link>, Failure> {
-    let found = uevent::wait_for(&["net"], Some(DEADLINE), || {
+    let appearance = uevent::wait_for(&["net"], Some(DEADLINE), || {
         // A failed listing is retried at the next uevent.
         nics(netlink).ok().filter(|nics| nics.contains_key(&last))
     });
-    found.await.map_err(internal("cannot listen for network devices"))?.ok_or_else(|| {
+    appearance.await.map_err(internal("cannot listen for network devices"))?.ok_or_else(|| {
         let seconds = DEADLINE.as_secs();
         Failure::new(
             Kind::DeadlineExceeded,
@@ -114,7 +114,7 @@ fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
             match netlink.request(Message::DelAddress(address), 0) {
                 // The kernel removed it together with another one.
                 Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {}
-                done => done?,
+                result => result?,
             }
         }
     }
@@ -184,8 +184,8 @@ fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> i
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
             set(netlink, nic.index, attributes.into_iter().take(2))?;
         }
-        done => {
-            done?;
+        result => {
+            result?;
             // The kernel has accepted the name, so the path cannot lead elsewhere.
             fs::write(format!("/proc/sys/net/ipv6/conf/{}/accept_ra", interface.name), "0")?;
         }
@@ -194,20 +194,20 @@ fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> i
 }
 
 fn add_addresses(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
-    for wanted in &interface.addresses {
-        let ip = ip(&wanted.ip)?;
+    for address in &interface.addresses {
+        let ip = ip(&address.ip)?;
         let mut message = AddressMessage::default();
         message.header.family = family(ip);
         message.header.index = nic.index;
-        message.header.prefix_len = small(wanted.prefix_length)?;
-        message.header.scope = small(wanted.scope)?.into();
-        let far = optional_ip(&wanted.peer)?.unwrap_or(ip);
+        message.header.prefix_len = small(address.prefix_length)?;
+        message.header.scope = small(address.scope)?.into();
+        let far = optional_ip(&address.peer)?.unwrap_or(ip);
         message.attributes.extend([
             AddressAttribute::Local(ip),
             AddressAttribute::Address(far),
             AddressAttribute::Flags(AddressFlags::Nodad | AddressFlags::Noprefixroute),
         ]);
-        if let Some(IpAddr::V4(broadcast)) = optional_ip(&wanted.broadcast)? {
+        if let Some(IpAddr::V4(broadcast)) = optional_ip(&address.broadcast)? {
             message.attributes.push(AddressAttribute::Broadcast(broadcast));
         }
         netlink.request(Message::NewAddress(message), NLM_F_CREATE | NLM_F_REPLACE)?;
@@ -217,8 +217,8 @@ fn add_addresses(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface)
 
 fn add_routes(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
     // Added before the routes, so that the first packet to a gateway finds its neighbour entry.
-    for wanted in &interface.neighbours {
-        let ip = ip(&wanted.ip)?;
+    for neighbour in &interface.neighbours {
+        let ip = ip(&neighbour.ip)?;
         let mut message = NeighbourMessage::default();
         message.header.family = family(ip);
         message.header.ifindex = nic.index;
@@ -228,44 +228,44 @@ fn add_routes(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) ->
                 IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
                 IpAddr::V6(ip) => NeighbourAddress::Inet6(ip),
             }),
-            NeighbourAttribute::LinkLayerAddress(mac(&wanted.mac)?.to_vec()),
+            NeighbourAttribute::LinkLayerAddress(mac(&neighbour.mac)?.to_vec()),
         ]);
         netlink.request(Message::NewNeighbour(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
-    for wanted in &interface.routes {
-        let message = route(nic.index, wanted)?;
+    for wire_route in &interface.routes {
+        let message = route(nic.index, wire_route)?;
         netlink.request(Message::NewRoute(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
     Ok(())
 }
 
-fn route(index: u32, wanted: &wire::Route) -> io::Result<RouteMessage> {
-    let destination = ip(&wanted.destination)?;
+fn route(index: u32, wire_route: &wire::Route) -> io::Result<RouteMessage> {
+    let destination = ip(&wire_route.destination)?;
     let mut message = RouteMessage::default();
     message.header.address_family = family(destination);
-    message.header.destination_prefix_length = small(wanted.prefix_length)?;
+    message.header.destination_prefix_length = small(wire_route.prefix_length)?;
     message.header.table = RouteHeader::RT_TABLE_MAIN;
     message.header.protocol = RouteProtocol::Static;
-    message.header.scope = small(wanted.scope)?.into();
+    message.header.scope = small(wire_route.scope)?.into();
     message.header.kind = RouteType::Unicast;
-    if wanted.on_link {
+    if wire_route.on_link {
         message.header.flags = RouteFlags::Onlink;
     }
     message.attributes.push(RouteAttribute::Oif(index));
-    if wanted.prefix_length > 0 {
+    if wire_route.prefix_length > 0 {
         message.attributes.push(RouteAttribute::Destination(destination.into()));
     }
-    if let Some(gateway) = optional_ip(&wanted.gateway)? {
+    if let Some(gateway) = optional_ip(&wire_route.gateway)? {
         message.attributes.push(RouteAttribute::Gateway(gateway.into()));
     }
-    if let Some(source) = optional_ip(&wanted.source)? {
+    if let Some(source) = optional_ip(&wire_route.source)? {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
     }
-    if wanted.metric > 0 {
-        message.attributes.push(RouteAttribute::Priority(wanted.metric));
+    if wire_route.metric > 0 {
+        message.attributes.push(RouteAttribute::Priority(wire_route.metric));
     }
-    if wanted.mtu > 0 {
-        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(wanted.mtu)]));
+    if wire_route.mtu > 0 {
+        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(wire_route.mtu)]));
     }
     Ok(message)
 }
@@ -304,21 +304,21 @@ mod tests {
 
     #[test]
     fn a_default_route_names_no_destination_and_others_do() {
-        let wanted = wire::Route {
+        let wire_route = wire::Route {
             destination: vec![0; 4],
             gateway: vec![169, 254, 1, 1],
             on_link: true,
             ..Default::default()
         };
-        let default = route(7, &wanted).unwrap();
+        let default = route(7, &wire_route).unwrap();
         assert_eq!(default.header.flags, RouteFlags::Onlink);
         let expected =
             [RouteAttribute::Oif(7), RouteAttribute::Gateway(IpAddr::from([169, 254, 1, 1]).into())];
         assert_eq!(default.attributes, expected);
 
-        let wanted =
+        let wire_route =
             wire::Route { destination: vec![0; 16], prefix_length: 8, metric: 256, ..Default::default() };
-        let other = route(7, &wanted).unwrap();
+        let other = route(7, &wire_route).unwrap();
         assert!(other.attributes.contains(&RouteAttribute::Destination(IpAddr::from([0; 16]).into())));
         assert!(other.attributes.contains(&RouteAttribute::Priority(256)));
     }

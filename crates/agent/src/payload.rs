@@ -179,25 +179,25 @@ mod tests {
 
     use super::*;
 
-    fn found(args: &[&str], env: &[&str]) -> Result<PathBuf, String> {
+    fn search(args: &[&str], env: &[&str]) -> Result<PathBuf, String> {
         let strings = |list: &[&str]| list.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
         find(&ProcessBuilder::default().args(strings(args)).env(strings(env)).build().unwrap())
     }
 
     #[test]
     fn a_program_is_found_as_a_shell_would() {
-        assert_eq!(found(&["sh"], &["PATH=/nowhere:/bin"]), Ok("/bin/sh".into()));
+        assert_eq!(search(&["sh"], &["PATH=/nowhere:/bin"]), Ok("/bin/sh".into()));
         assert_eq!(
-            found(&["sh"], &[]).map(|path| path.ends_with("sh")),
+            search(&["sh"], &[]).map(|path| path.ends_with("sh")),
             Ok(true),
             "no PATH means the usual one"
         );
-        assert_eq!(found(&["/bin/sh"], &["PATH=/nowhere"]), Ok("/bin/sh".into()));
+        assert_eq!(search(&["/bin/sh"], &["PATH=/nowhere"]), Ok("/bin/sh".into()));
     }
 
     #[test]
     fn each_refusal_names_the_program_and_the_reason() {
-        let why = |args: &[&str]| found(args, &["PATH=/usr/bin:/bin"]).unwrap_err();
+        let why = |args: &[&str]| search(args, &["PATH=/usr/bin:/bin"]).unwrap_err();
         assert_eq!(why(&["nosuch"]), r#"exec: "nosuch": executable file not found in $PATH"#);
         assert_eq!(why(&["/no/such"]), r#"exec: "/no/such": no such file or directory"#);
         assert_eq!(why(&["/etc/passwd"]), r#"exec: "/etc/passwd": permission denied"#);

@@ -106,14 +106,14 @@ pub async fn write(to: &Stream, bytes: &[u8]) -> Result<usize, Errno> {
 
 /// Returns the number of bytes in a pipe.
 pub async fn waiting(pipe: &Stream) -> usize {
-    let counted = match HELPERS.get() {
+    let count = match HELPERS.get() {
         None => count(pipe.get_ref()),
         Some(helpers) => {
-            let asked = helpers.ask(Stream::clone(pipe), Operation::Count, 0, Vec::new());
-            asked.await.map(|(count, _)| count)
+            let response = helpers.ask(Stream::clone(pipe), Operation::Count, 0, Vec::new());
+            response.await.map(|(count, _)| count)
         }
     };
-    counted.unwrap_or(0)
+    count.unwrap_or(0)
 }
 
 /// Closes `pipe` in a helper, after its owner has closed it.
@@ -130,12 +130,12 @@ impl Helpers {
     /// dropped: the connection must not keep an unread response.
     async fn ask(
         &'static self,
-        of: impl AsRawFd + Send + 'static,
+        pipe: impl AsRawFd + Send + 'static,
         operation: Operation,
         max: usize,
         bytes: Vec<u8>,
     ) -> Result<(usize, Vec<u8>), Errno> {
-        let asked = tokio::spawn(async move {
+        let request_task = tokio::spawn(async move {
             let _place = self.places.acquire().await.map_err(|_| Errno::EIO)?;
             // The request cannot be sent to a helper that has exited.
             let helper = loop {
@@ -144,14 +144,14 @@ impl Helpers {
                     Some(helper) => (helper, false),
                     None => (spawn().map_err(errno)?, true),
                 };
-                match request(&helper, &of, operation, max, &bytes) {
+                match request(&helper, &pipe, operation, max, &bytes) {
                     Ok(()) => break helper,
                     Err(_) if !new => {}
                     Err(error) => return Err(error),
                 }
             };
             if operation == Operation::Close {
-                drop(of);
+                drop(pipe);
                 send(helper.as_raw_fd(), &[0], MsgFlags::MSG_NOSIGNAL)?;
             }
             // A helper that does not respond is dropped with its connection.
@@ -159,7 +159,7 @@ impl Helpers {
             lock(&self.idle).push(helper);
             response
         });
-        asked.await.unwrap_or(Err(Errno::EIO))
+        request_task.await.unwrap_or(Err(Errno::EIO))
     }
 }
 
@@ -186,7 +186,7 @@ fn spawn() -> io::Result<Helper> {
 
 fn request(
     helper: &Helper,
-    of: &impl AsRawFd,
+    pipe: &impl AsRawFd,
     operation: Operation,
     max: usize,
     bytes: &[u8],
@@ -194,7 +194,7 @@ fn request(
     let mut head = [0; REQUEST];
     head[..4].copy_from_slice(&(operation as u32).to_ne_bytes());
     head[4..].copy_from_slice(&u32::try_from(max).unwrap_or(0).to_ne_bytes());
-    let descriptor = [of.as_raw_fd()];
+    let descriptor = [pipe.as_raw_fd()];
     let attached = [ControlMessage::ScmRights(&descriptor)];
     let message = [IoSlice::new(&head), IoSlice::new(bytes)];
     sendmsg::<()>(helper.as_raw_fd(), &message, &attached, MsgFlags::MSG_NOSIGNAL, None).map(drop)
@@ -235,11 +235,11 @@ fn serve(helper: &OwnedFd) -> ! {
             |at: usize| u32::from_ne_bytes([request[at], request[at + 1], request[at + 2], request[at + 3]]);
         let max = usize::try_from(word(4)).unwrap_or(0).min(MAX_MOVED_BYTES);
         let mut read = 0;
-        let done = match word(0) {
+        let result = match word(0) {
             operation if operation == Operation::Read as u32 => {
-                let done = nix::unistd::read(&pipe, &mut response[RESPONSE..RESPONSE + max]);
-                read = done.unwrap_or(0);
-                done
+                let result = nix::unistd::read(&pipe, &mut response[RESPONSE..RESPONSE + max]);
+                read = result.unwrap_or(0);
+                result
             }
             operation if operation == Operation::Write as u32 => {
                 nix::unistd::write(&pipe, &request[REQUEST..length])
@@ -248,7 +248,7 @@ fn serve(helper: &OwnedFd) -> ! {
             _ => recv(helper.as_raw_fd(), &mut [0], MsgFlags::empty()),
         };
         drop(pipe);
-        let number = done.map_or_else(|error| -(error as i32), |count| i32::try_from(count).unwrap_or(0));
+        let number = result.map_or_else(|error| -(error as i32), |count| i32::try_from(count).unwrap_or(0));
         response[..RESPONSE].copy_from_slice(&number.to_ne_bytes());
         if send(helper.as_raw_fd(), &response[..RESPONSE + read], MsgFlags::MSG_NOSIGNAL).is_err() {
             break;

@@ -15,7 +15,7 @@ use tokio::{
 
 use crate::{
     failure::{Failure, internal},
-    io::{Input, Output, Pipes, Stream, Wanted, capture, stream},
+    io::{Input, Output, Pipes, StdioSpec, Stream, capture, stream},
     reaper::{Death, Reaper},
     sync::lock,
 };
@@ -62,7 +62,7 @@ pub struct Process {
     pub stdout: Option<Arc<Output>>,
     /// The standard error.
     pub stderr: Option<Arc<Output>>,
-    wanted: Wanted,
+    stdio: StdioSpec,
     // The agent's ends of the streams, set when the process is created. The lock is never held across an await.
     ends: Mutex<Ends>,
 }
@@ -75,22 +75,22 @@ struct Ends {
 }
 
 impl Process {
-    /// Creates the record of a process with the streams `wanted`.
-    pub fn new(wanted: Wanted) -> Self {
-        let output = |wanted: bool| wanted.then(Arc::<Output>::default);
+    /// Creates the record of a process with the streams of `stdio`.
+    pub fn new(stdio: StdioSpec) -> Self {
+        let output = |is_open: bool| is_open.then(Arc::<Output>::default);
         Self {
             state: watch::Sender::new(State::Created { pid: None }),
             exited: watch::Sender::new(false),
-            stdout: output(wanted.terminal || wanted.stdout),
-            stderr: output(wanted.stderr && !wanted.terminal),
-            wanted,
+            stdout: output(stdio.terminal || stdio.stdout),
+            stderr: output(stdio.stderr && !stdio.terminal),
+            stdio,
             ends: Mutex::default(),
         }
     }
 
     /// Returns the streams that the process has.
-    pub fn wanted(&self) -> Wanted {
-        self.wanted
+    pub fn stdio(&self) -> StdioSpec {
+        self.stdio
     }
 
     /// Returns the process's state.
@@ -122,7 +122,7 @@ impl Process {
             self.capture(Arc::clone(&terminal), true, output);
         }
         let mut ends = lock(&self.ends);
-        if self.wanted.stdin {
+        if self.stdio.stdin {
             ends.input = Some(Arc::new(Input::new(Arc::clone(&terminal), true)));
         }
         ends.terminal = Some(terminal);
@@ -136,7 +136,7 @@ impl Process {
 
     /// Returns the process's input, once it is connected.
     pub fn input(&self) -> Result<Arc<Input>, Failure> {
-        if !self.wanted.stdin {
+        if !self.stdio.stdin {
             return Err(Failure::precondition("process has no standard input"));
         }
         lock(&self.ends).input.clone().ok_or_else(|| Failure::precondition("process has not been started"))
@@ -144,7 +144,7 @@ impl Process {
 
     /// Sets the size of the process's terminal, in characters.
     pub fn resize(&self, columns: u16, rows: u16) -> Result<(), Failure> {
-        if !self.wanted.terminal {
+        if !self.stdio.terminal {
             return Err(Failure::precondition("process has no terminal"));
         }
         let terminal = lock(&self.ends).terminal.clone();
@@ -199,8 +199,8 @@ impl Process {
     /// Waits for the process's exit.
     pub async fn wait(&self) -> Result<Exit, Failure> {
         let mut state = self.state.subscribe();
-        let ended = state.wait_for(|state| matches!(state, State::Exited { .. })).await;
-        match ended.map(|state| *state) {
+        let exit = state.wait_for(|state| matches!(state, State::Exited { .. })).await;
+        match exit.map(|state| *state) {
             Ok(State::Exited { exit, .. }) => Ok(exit),
             // Unreachable: `self` owns the sender.
             _ => Err(Failure::precondition("process was dropped")),

@@ -38,20 +38,20 @@ const MAX_QUERY: usize = 4096;
 pub struct Resolver {
     socket: OnceCell<UdpSocket>,
     // The lock is never held across an await.
-    asked: Mutex<Asked>,
+    queries: Mutex<Queries>,
     /// Which call of [`Resolver::take`] waits: the last one. A daemon that died does not take the queries of the next.
     turn: watch::Sender<u64>,
 }
 
 impl Default for Resolver {
     fn default() -> Self {
-        Self { socket: OnceCell::new(), asked: Mutex::default(), turn: watch::Sender::new(0) }
+        Self { socket: OnceCell::new(), queries: Mutex::default(), turn: watch::Sender::new(0) }
     }
 }
 
-/// Who asked, by the numbers of the queries.
+/// The unanswered queries: each number and the address of the program that asked.
 #[derive(Default)]
-struct Asked {
+struct Queries {
     last: u64,
     open: VecDeque<(u64, SocketAddr)>,
 }
@@ -79,15 +79,15 @@ impl Resolver {
             _ = turn.wait_for(|turn| *turn != mine) => {
                 return Err(Failure::precondition("another call waits for queries of names"));
             }
-            heard = socket.recv_from(&mut query) => heard.map_err(internal("cannot receive a query of a name"))?,
+            received = socket.recv_from(&mut query) => received.map_err(internal("cannot receive a query of a name"))?,
         };
         query.truncate(length);
-        let mut asked = lock(&self.asked);
-        asked.last += 1;
-        let number = asked.last;
-        asked.open.push_back((number, from));
-        if asked.open.len() > MAX_OPEN {
-            asked.open.pop_front();
+        let mut queries = lock(&self.queries);
+        queries.last += 1;
+        let number = queries.last;
+        queries.open.push_back((number, from));
+        if queries.open.len() > MAX_OPEN {
+            queries.open.pop_front();
         }
         Ok((number, query))
     }
@@ -95,9 +95,9 @@ impl Resolver {
     /// Answers a query. One that is forgotten, or whose program has gone, needs no answer.
     pub async fn answer(&self, number: u64, data: &[u8]) {
         let from = {
-            let mut asked = lock(&self.asked);
-            let at = asked.open.iter().position(|(open, _)| *open == number);
-            at.and_then(|at| asked.open.remove(at))
+            let mut queries = lock(&self.queries);
+            let at = queries.open.iter().position(|(open, _)| *open == number);
+            at.and_then(|at| queries.open.remove(at))
         };
         if let (Some((_, from)), Some(socket)) = (from, self.socket.get()) {
             let _ = socket.send_to(data, from).await;
@@ -146,11 +146,11 @@ mod tests {
         // Neither a second answer nor one to nothing goes anywhere.
         resolver.answer(first, b"again").await;
         resolver.answer(99, b"what").await;
-        let mut heard = [0; 16];
-        for (program, said) in [(&one, b"one!"), (&two, b"two!")] {
-            let length = program.recv(&mut heard).await.unwrap();
-            assert_eq!(&heard[..length], said);
-            assert!(program.try_recv(&mut heard).is_err());
+        let mut buffer = [0; 16];
+        for (program, answer) in [(&one, b"one!"), (&two, b"two!")] {
+            let length = program.recv(&mut buffer).await.unwrap();
+            assert_eq!(&buffer[..length], answer);
+            assert!(program.try_recv(&mut buffer).is_err());
         }
     }
 
@@ -179,9 +179,9 @@ mod tests {
         }
         resolver.answer(numbers[0], b"forgotten").await;
         resolver.answer(numbers[1], b"known").await;
-        let mut heard = [0; 16];
-        let length = program.recv(&mut heard).await.unwrap();
-        assert_eq!(&heard[..length], b"known");
+        let mut buffer = [0; 16];
+        let length = program.recv(&mut buffer).await.unwrap();
+        assert_eq!(&buffer[..length], b"known");
     }
 
     #[tokio::test]
@@ -194,7 +194,7 @@ mod tests {
 
     #[tokio::test]
     async fn it_listens_on_the_loopback_only() {
-        let refused = Resolver::default().take(Ipv4Addr::UNSPECIFIED).await.unwrap_err();
-        assert_eq!(refused.kind, Kind::InvalidArgument);
+        let failure = Resolver::default().take(Ipv4Addr::UNSPECIFIED).await.unwrap_err();
+        assert_eq!(failure.kind, Kind::InvalidArgument);
     }
 }

@@ -189,7 +189,7 @@ pub struct Dir {
 
 impl Dir {
     /// Returns the directory of container `id`; it may not exist.
-    pub fn of(id: &ContainerId) -> Self {
+    pub fn of_container(id: &ContainerId) -> Self {
         Self { path: Path::new(CONTAINERS).join(id) }
     }
 
@@ -280,9 +280,9 @@ impl Dir {
         create_dir(&writable.join("w"))?;
         // The overlay's root has the attributes of its upper directory, and must have those of the image.
         let top = self.path.join("l0");
-        let of = fs::metadata(&top).map_err(internal(format!("cannot read {}", top.display())))?;
-        chown(&upper, Some(of.uid()), Some(of.gid()))
-            .and_then(|()| fs::set_permissions(&upper, fs::Permissions::from_mode(of.mode() & 0o7777)))
+        let metadata = fs::metadata(&top).map_err(internal(format!("cannot read {}", top.display())))?;
+        chown(&upper, Some(metadata.uid()), Some(metadata.gid()))
+            .and_then(|()| fs::set_permissions(&upper, fs::Permissions::from_mode(metadata.mode() & 0o7777)))
             .map_err(internal(format!("cannot prepare {}", upper.display())))?;
 
         nix::unistd::chdir(&self.path).map_err(internal(format!("cannot enter {}", self.path.display())))?;
@@ -364,23 +364,23 @@ mod tests {
 
     #[test]
     fn plans_that_make_no_root_are_refused() {
-        let refused = |lower: Vec<Disk>, writable| Plan { lower, writable }.check().unwrap_err().message;
+        let refusal = |lower: Vec<Disk>, writable| Plan { lower, writable }.check().unwrap_err().message;
         let tmpfs = || Writable::Tmpfs { size_bytes: 0 };
-        assert!(refused(vec![], tmpfs()).contains("needs a layer"));
-        assert!(refused(vec![disk("a", "xfs")], tmpfs()).contains(r#"disk "a": file system "xfs""#));
+        assert!(refusal(vec![], tmpfs()).contains("needs a layer"));
+        assert!(refusal(vec![disk("a", "xfs")], tmpfs()).contains(r#"disk "a": file system "xfs""#));
         assert!(
-            refused(vec![disk("a", "erofs")], Writable::Whole(disk("b", "ext4"))).contains("takes no layers")
+            refusal(vec![disk("a", "erofs")], Writable::Whole(disk("b", "ext4"))).contains("takes no layers")
         );
-        assert!(refused(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
+        assert!(refusal(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
         let astray = Disk { scratch: true, read_only: false, ..disk("../s", "ext4") };
-        assert!(refused(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("not an identifier"));
+        assert!(refusal(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("not an identifier"));
         assert!(Plan { lower: vec![], writable: Writable::Whole(disk("b", "ext4")) }.check().is_ok());
         let share = |path: &str| Writable::Share(path.into());
         for path in ["/run/sandboxer/shares", "/run/sandboxer/shares/../volumes", "/etc", "5e"] {
-            assert!(refused(vec![], share(path)).contains("is not a share"), "{path}");
+            assert!(refusal(vec![], share(path)).contains("is not a share"), "{path}");
         }
         let shared = || share("/run/sandboxer/shares/5e0a");
-        assert!(refused(vec![disk("a", "erofs")], shared()).contains("takes no layers"));
+        assert!(refusal(vec![disk("a", "erofs")], shared()).contains("takes no layers"));
         assert!(Plan { lower: vec![], writable: shared() }.check().is_ok());
     }
 

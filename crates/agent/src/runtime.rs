@@ -102,7 +102,7 @@ pub fn create(
     if let Some(resources) = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref()) {
         Limits::of_container(resources)?.check_new(&Cgroup::of_all(), GuestSize::this())?;
     }
-    let dir = Dir::of(id);
+    let dir = Dir::of_container(id);
     dir.assemble(plan)?;
     let mounts = spec.mounts_mut().get_or_insert_default();
     volume::stage(&dir, mounts)?;
@@ -120,7 +120,7 @@ pub fn create(
     fs::create_dir_all(STATE).map_err(internal(format!("cannot create {STATE}")))?;
     // If the group exists, libcontainer only moves the process there. Otherwise it enables every controller from the
     // root on, which is already done.
-    Cgroup::of(id).create().map_err(internal("cannot create the control group"))?;
+    Cgroup::of_container(id).create().map_err(internal("cannot create the control group"))?;
 
     let container = builder(id, Path::new(STATE), stdio, Payload::default())?
         .as_init(dir.path())
@@ -140,7 +140,7 @@ fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failur
     if devices::allow_all(rules) {
         return Ok(());
     }
-    device_rules::enforce(&Cgroup::of(id), &device_rules::all(rules, disks))
+    device_rules::enforce(&Cgroup::of_container(id), &device_rules::all(rules, disks))
         .map_err(internal("cannot enforce the container's device rules"))
 }
 
@@ -163,7 +163,7 @@ pub fn exec(
 ) -> Result<i32, Failure> {
     let mut process = spec::parse_process(process)?;
     spec::fit_process(&mut process, matches!(stdio, Stdio::Terminal(_)));
-    let config = Dir::of(id).path().join("config.json");
+    let config = Dir::of_container(id).path().join("config.json");
     let spec = Spec::load(&config).map_err(internal(format!("cannot read {}", config.display())))?;
     if process.rlimits().is_none() {
         process.set_rlimits(spec.process().as_ref().and_then(|init| init.rlimits().clone()));
@@ -171,10 +171,10 @@ pub fn exec(
     let filter = spec.linux().as_ref().and_then(|linux| linux.seccomp().clone());
     let drop_to = if filter.is_some() { keep_until_filtered(&mut process) } else { None };
 
-    let file = Dir::of(id).path().join(format!("exec-{exec}.json"));
+    let file = Dir::of_container(id).path().join(format!("exec-{exec}.json"));
     let json = serde_json::to_vec(&process).map_err(internal("cannot encode the process"))?;
     fs::write(&file, json).map_err(internal(format!("cannot write {}", file.display())))?;
-    let early = Dir::of(id).path().join(format!("early-{exec}"));
+    let early = Dir::of_container(id).path().join(format!("early-{exec}"));
     let root = if init_waits {
         beside_a_waiting_init(id, &early)?;
         early.as_path()
@@ -211,7 +211,7 @@ fn beside_a_waiting_init(id: &ContainerId, root: &Path) -> Result<(), Failure> {
 /// Returns the group of the init, relative to the container's own group, if the container's own group cannot contain
 /// processes: systemd and other container managers divide it and move its processes into groups below.
 fn group_for_execs(id: &ContainerId) -> Result<Option<String>, Failure> {
-    if !Cgroup::of(id).is_divided() {
+    if !Cgroup::of_container(id).is_divided() {
         return Ok(None);
     }
     let file = format!("/proc/{}/cgroup", pid_of(&load(id)?)?);
@@ -229,9 +229,10 @@ pub fn remove(id: &ContainerId) -> Result<(), Failure> {
         }
         _ => Ok(()),
     };
-    let cgroup_removed = Cgroup::of(id).remove().map_err(internal("cannot remove the control group"));
+    let cgroup_removed =
+        Cgroup::of_container(id).remove().map_err(internal("cannot remove the control group"));
     // Each step runs even if another failed: a remaining mount would keep a disk busy.
-    Dir::of(id).dismantle().and(cgroup_removed).and(state_removed)
+    Dir::of_container(id).dismantle().and(cgroup_removed).and(state_removed)
 }
 
 /// Applies new resource limits.
@@ -241,7 +242,7 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     })?;
     spec::fit_resources(&mut resources);
     Limits::of_container(&resources)
-        .and_then(|limits| limits.check(&Cgroup::of(id), GuestSize::this()))
+        .and_then(|limits| limits.check(&Cgroup::of_container(id), GuestSize::this()))
         .map_err(|failure| Failure::new(failure.kind, format!("container {id}: {failure}")))?;
     let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
         .map_err(internal("cannot open the control group"))?;
@@ -352,7 +353,7 @@ fn place(dir: &Dir, spec: &mut Spec) -> Result<(), Failure> {
     // The image is not trusted: its symbolic links are resolved only inside it.
     let failed = internal::<pathrs::error::Error>(format!("cannot open {}", rootfs.display()));
     let root = Root::open(&rootfs).map_err(failed)?;
-    let mut view = View::of(&root);
+    let mut view = View::new(&root);
     view.place(spec.mounts_mut().get_or_insert_default())?;
     // libcontainer would create the container's devices in it.
     if view.is_bound(Path::new("/dev")) {

@@ -106,9 +106,9 @@ fn shut_one_down(path: &Path) -> io::Result<()> {
     // reason.
     set_console(CONSOLE_OFF);
     // SAFETY: the request reads one u32, which outlives the call.
-    let done = unsafe { ext4_shutdown(directory.as_raw_fd(), &raw mut how) };
+    let result = unsafe { ext4_shutdown(directory.as_raw_fd(), &raw mut how) };
     set_console(CONSOLE_ON);
-    done.map(drop).map_err(io::Error::from)
+    result.map(drop).map_err(io::Error::from)
 }
 
 // From syslog(2); libc does not name them. A kernel panic is printed anyway.

@@ -160,17 +160,17 @@ pub fn fit_resources(resources: &mut libcontainer::oci_spec::runtime::LinuxResou
         resources.set_memory(Some(memory));
     }
     if let Some(unified) = resources.unified() {
-        let kept = unified.iter().filter(|(name, _)| !name.starts_with("memory.swap."));
-        let kept: HashMap<_, _> = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
-        resources.set_unified(Some(kept));
+        let usable = unified.iter().filter(|(name, _)| !name.starts_with("memory.swap."));
+        let usable: HashMap<_, _> = usable.map(|(name, value)| (name.clone(), value.clone())).collect();
+        resources.set_unified(Some(usable));
     }
     if let Some(limits) = resources.hugepage_limits() {
-        let kept: Vec<_> = limits
+        let usable: Vec<_> = limits
             .iter()
             .filter(|limit| limit.limit() > 0 || has_huge_pages(limit.page_size()))
             .cloned()
             .collect();
-        resources.set_hugepage_limits(Some(kept));
+        resources.set_hugepage_limits(Some(usable));
     }
 }
 

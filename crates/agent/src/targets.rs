@@ -20,17 +20,38 @@ use crate::failure::{Failure, internal};
 /// The most symlinks in one path. The kernel's own limit is 40; other runtimes have this one.
 const MAX_LINKS: usize = 255;
 
+/// Links of procfs that lead to the container's root while it is prepared.
+const TO_ROOT: [&str; 2] = ["/proc/self/root", "/proc/self/cwd"];
+
 /// A container's file system with its mounts in place.
 pub struct View<'a> {
     root: &'a Root,
-    /// The mount points, without symlinks, in the order of their mounting, and the directory that is mounted there;
-    /// `None`: a new file system.
-    mounts: Vec<(PathBuf, Option<Root>)>,
+    /// The mount points, without symlinks, in the order of their mounting, and what is mounted there.
+    mounts: Vec<(PathBuf, Mounted)>,
+}
+
+enum Mounted {
+    Dir(Root),
+    /// A tmpfs, which is empty.
+    Empty,
+    /// A file system whose content is the kernel's, or a file.
+    Other,
+}
+
+impl Mounted {
+    fn open(mount: &Mount) -> Self {
+        let source = mount.source().as_deref().filter(|_| is_bind(mount));
+        match source.and_then(|source| Root::open(source).ok()) {
+            Some(root) => Self::Dir(root),
+            None if mount.typ().as_deref() == Some("tmpfs") => Self::Empty,
+            None => Self::Other,
+        }
+    }
 }
 
 impl<'a> View<'a> {
     /// Returns the view with only the root file system in place.
-    pub fn of(root: &'a Root) -> Self {
+    pub fn new(root: &'a Root) -> Self {
         Self { root, mounts: Vec::new() }
     }
 
@@ -38,8 +59,7 @@ impl<'a> View<'a> {
     pub fn place(&mut self, mounts: &mut [Mount]) -> Result<(), Failure> {
         for mount in mounts {
             let target = self.followed(mount.destination())?;
-            let source = mount.source().as_deref().filter(|_| is_bind(mount));
-            self.mounts.push((target.clone(), source.and_then(|source| Root::open(source).ok())));
+            self.mounts.push((target.clone(), Mounted::open(mount)));
             if target != *mount.destination() {
                 mount.set_destination(target);
             }
@@ -48,7 +68,7 @@ impl<'a> View<'a> {
     }
 
     /// Returns `path` without symlinks. A component that does not exist is kept as it is.
-    fn followed(&self, path: &Path) -> Result<PathBuf, Failure> {
+    pub fn followed(&self, path: &Path) -> Result<PathBuf, Failure> {
         let mut rest: VecDeque<OsString> = parts(path);
         let (mut at, mut links) = (PathBuf::from("/"), 0);
         while let Some(part) = rest.pop_front() {
@@ -79,49 +99,82 @@ impl<'a> View<'a> {
     /// Returns the target of the symlink at `path`, whose directory has no symlink in its path. `None` if there is no
     /// symlink.
     fn link(&self, path: &Path) -> Option<PathBuf> {
-        let (root, below) = self.position(path)?;
-        root?.readlink(below).ok()
+        match self.position(path)? {
+            Position::In(root, below) => root.readlink(below).ok(),
+            Position::Empty | Position::Other => None,
+        }
     }
 
-    /// Returns the file system at `path`, and the path in it; `None` for a mount point, which is not a symlink.
-    fn position<'p>(&self, path: &'p Path) -> Option<(Option<&Root>, &'p Path)> {
+    /// Returns where `path` is; `None` for a mount point, which is not a symlink.
+    fn position<'p>(&self, path: &'p Path) -> Option<Position<'_, 'p>> {
         // A later mount covers earlier ones.
-        for (target, root) in self.mounts.iter().rev() {
+        for (target, mounted) in self.mounts.iter().rev() {
             if let Ok(below) = path.strip_prefix(target) {
-                return (!below.as_os_str().is_empty()).then_some((root.as_ref(), below));
+                let position = match mounted {
+                    Mounted::Dir(root) => Position::In(root, below),
+                    Mounted::Empty => Position::Empty,
+                    Mounted::Other => Position::Other,
+                };
+                return (!below.as_os_str().is_empty()).then_some(position);
             }
         }
-        Some((Some(self.root), path))
+        Some(Position::In(self.root, path))
     }
 
-    /// Creates the directory `path` and its parents, if missing. Returns the path without symlinks if it is in a file
-    /// system that does not exist yet, where nothing can be created.
+    /// Creates the directory `path` and its parents, if missing; like other runtimes, nothing behind a symlink that leads nowhere.
+    /// Returns the path without symlinks if it is in a file system that does not exist yet, where nothing can be created.
     pub fn make_dir(&self, path: &Path) -> Result<Option<PathBuf>, Failure> {
         let failed = || internal::<pathrs::error::Error>(format!("cannot create {}", path.display()));
-        let followed = self.followed(path)?;
-        // Targets of mounts are created with the directories above them.
-        if self.mounts.iter().any(|(target, _)| target.starts_with(&followed)) {
-            return Ok(None);
+        let mut at = PathBuf::from("/");
+        for part in parts(path) {
+            if part == ".." {
+                at.pop();
+                continue;
+            }
+            let next = at.join(part);
+            at = self.followed(&next)?;
+            if let Some(Position::Other) = self.position(&at)
+                && let Some(below) = TO_ROOT.iter().find_map(|link| at.strip_prefix(link).ok())
+            {
+                at = self.followed(&Path::new("/").join(below))?;
+            }
+            // Targets of mounts are created with the directories above them.
+            if self.mounts.iter().any(|(target, _)| target.starts_with(&at)) {
+                continue;
+            }
+            let position = self.position(&at);
+            match position {
+                None | Some(Position::Other) => continue,
+                Some(Position::In(root, below)) if root.resolve(below).is_ok() => continue,
+                Some(Position::In(..) | Position::Empty) => {}
+            }
+            if at != next {
+                let message =
+                    format!("cannot create {}: the symlink {} leads nowhere", path.display(), next.display());
+                return Err(Failure::invalid(message));
+            }
+            // In an empty file system, no later component is a symlink.
+            let Some(Position::In(root, below)) = position else { return self.followed(path).map(Some) };
+            use std::os::unix::fs::PermissionsExt as _;
+            root.mkdir_all(below, &std::fs::Permissions::from_mode(0o755)).map_err(failed())?;
         }
-        let Some((root, below)) = self.position(&followed) else { return Ok(None) };
-        let Some(root) = root else { return Ok(Some(followed)) };
-        if root.resolve(below).is_ok() {
-            return Ok(None);
-        }
-        // As given: like other runtimes, nothing is made behind a link that leads nowhere.
-        let below = match self.position(path) {
-            Some((Some(of), as_given)) if std::ptr::eq(of, root) => as_given,
-            _ => below,
-        };
-        use std::os::unix::fs::PermissionsExt as _;
-        root.mkdir_all(below, &std::fs::Permissions::from_mode(0o755)).map_err(failed())?;
         Ok(None)
     }
 
     /// Returns whether a directory is mounted at `path`, which has no symlinks.
     pub fn is_bound(&self, path: &Path) -> bool {
-        self.mounts.iter().any(|(target, root)| target == path && root.is_some())
+        self.mounts.iter().any(|(target, mounted)| target == path && matches!(mounted, Mounted::Dir(_)))
     }
+}
+
+/// A place in a container.
+enum Position<'v, 'p> {
+    /// A path in a directory that exists.
+    In(&'v Root, &'p Path),
+    /// In an empty file system that does not exist yet.
+    Empty,
+    /// In a file system of the kernel.
+    Other,
 }
 
 /// Returns the components of a path, without the root.
@@ -159,7 +212,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         image(dir.path());
         let root = Root::open(dir.path()).unwrap();
-        View::of(&root).place(mounts)?;
+        View::new(&root).place(mounts)?;
         Ok(mounts.iter().map(|mount| mount.destination().display().to_string()).collect())
     }
 
@@ -177,8 +230,11 @@ mod tests {
         let somewhere = tempfile::tempdir().unwrap();
         let paths = ["/etc/resolv.conf", "/var/run/secrets", "/var/up/x", "/one/x", "/new/../plain"];
         let mut mounts = paths.map(|at| bind(at, somewhere.path()));
-        let found = placed(image, &mut mounts).unwrap();
-        assert_eq!(found, ["/run/resolve/stub.conf", "/run/secrets", "/outside/x", "/var/three/x", "/plain"]);
+        let destinations = placed(image, &mut mounts).unwrap();
+        assert_eq!(
+            destinations,
+            ["/run/resolve/stub.conf", "/run/secrets", "/outside/x", "/var/three/x", "/plain"]
+        );
     }
 
     #[test]
@@ -196,9 +252,9 @@ mod tests {
             bind("/data/again/z", other.path()),
         ];
         let image = |root: &Path| symlink("/elsewhere", root.join("tmp")).unwrap();
-        let found = placed(image, &mut mounts).unwrap();
+        let destinations = placed(image, &mut mounts).unwrap();
         let expected = ["/data", "/elsewhere", "/data/deeper/end", "/elsewhere/x/y", "/data/deeper/end/z"];
-        assert_eq!(found, expected, "the image's /tmp is a symlink, and a tmpfs is at its target");
+        assert_eq!(destinations, expected, "the image's /tmp is a symlink, and a tmpfs is at its target");
     }
 
     #[test]
@@ -213,10 +269,12 @@ mod tests {
         let (image, volume) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         symlink("/data/target", image.path().join("work")).unwrap();
         let root = Root::open(image.path()).unwrap();
-        let mut view = View::of(&root);
+        let mut view = View::new(&root);
         view.place(&mut [bind("/data", volume.path()), tmpfs("/scratch")]).unwrap();
-        view.make_dir(Path::new("/work/dir")).unwrap();
-        assert!(volume.path().join("target/dir").is_dir());
+        view.make_dir(Path::new("/work/dir")).unwrap_err();
+        fs::create_dir(volume.path().join("target")).unwrap();
+        view.make_dir(Path::new("/work/dir/deep")).unwrap();
+        assert!(volume.path().join("target/dir/deep").is_dir());
         let later = view.make_dir(Path::new("/scratch/dir")).unwrap();
         assert_eq!(later.as_deref(), Some(Path::new("/scratch/dir")), "nothing can be made in it yet");
         assert!(!image.path().join("scratch").exists());
@@ -225,14 +283,32 @@ mod tests {
     }
 
     #[test]
+    fn what_the_kernel_has_is_taken_as_it_is() {
+        let image = tempfile::tempdir().unwrap();
+        symlink("/proc/self/root", image.path().join("root")).unwrap();
+        symlink("/sys/fs", image.path().join("sysfs")).unwrap();
+        symlink("/scratch/new", image.path().join("work")).unwrap();
+        let root = Root::open(image.path()).unwrap();
+        let mut view = View::new(&root);
+        let of_kernel = |kind: &str| {
+            MountBuilder::default().destination(format!("/{kind}")).typ(kind).source(kind).build().unwrap()
+        };
+        view.place(&mut [of_kernel("proc"), of_kernel("sys"), tmpfs("/scratch")]).unwrap();
+        assert_eq!(view.make_dir(Path::new("/root/new/deep")).unwrap(), None);
+        assert!(image.path().join("new/deep").is_dir());
+        assert_eq!(view.make_dir(Path::new("/sysfs")).unwrap(), None);
+        view.make_dir(Path::new("/work")).unwrap_err();
+    }
+
+    #[test]
     fn no_directory_is_made_behind_a_dangling_link_of_the_image() {
         let image = tempfile::tempdir().unwrap();
         symlink("/nowhere", image.path().join("work")).unwrap();
         let root = Root::open(image.path()).unwrap();
-        let view = View::of(&root);
+        let view = View::new(&root);
         view.make_dir(Path::new("/work")).unwrap_err();
         assert!(!image.path().join("nowhere").exists());
-        let mut view = View::of(&root);
+        let mut view = View::new(&root);
         view.place(&mut [tmpfs("/nowhere/yet")]).unwrap();
         view.make_dir(Path::new("/work")).unwrap();
         view.make_dir(Path::new("/made/deep")).unwrap();

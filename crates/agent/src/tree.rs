@@ -53,7 +53,6 @@ pub struct Entry {
 /// The kind of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
-    /// A directory.
     Directory,
     /// A file and its content.
     File(Vec<u8>),
@@ -106,8 +105,8 @@ pub fn mirror(dir: &Path, owner: Owner, entries: &[Entry]) -> Result<(), Failure
     {
         tree.link(path, target)?;
     }
-    let kept: HashSet<&Path> = entries.iter().map(|entry| entry.path.as_path()).collect();
-    for path in superfluous(dir, &kept)? {
+    let entry_paths: HashSet<&Path> = entries.iter().map(|entry| entry.path.as_path()).collect();
+    for path in superfluous(dir, &entry_paths)? {
         tree.clear(&path)?;
     }
     Ok(())
@@ -201,9 +200,9 @@ fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
     internal(format!("cannot {action} {}", path.display()))
 }
 
-/// Returns the paths in `dir` that are not in `kept`, without the contents of directories that are removed as a whole.
+/// Returns the paths in `dir` that are not in `entry_paths`, without the contents of directories that are removed as a whole.
 /// Symlinks come first: they point to later paths.
-fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
+fn superfluous(dir: &Path, entry_paths: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
     let (mut links, mut others, mut pending) = (Vec::new(), Vec::new(), vec![PathBuf::new()]);
     while let Some(below) = pending.pop() {
         let read = || internal(format!("cannot read {}", dir.join(&below).display()));
@@ -211,7 +210,7 @@ fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failur
             let entry = entry.map_err(read())?;
             let path = below.join(entry.file_name());
             let kind = entry.file_type().map_err(read())?;
-            match kept.contains(path.as_path()) {
+            match entry_paths.contains(path.as_path()) {
                 true if kind.is_dir() => pending.push(path),
                 true => {}
                 false if kind.is_symlink() => links.push(path),
@@ -272,12 +271,12 @@ mod tests {
         put(&dir, &version("..1", &[("a", "1"), ("b", "1")]));
         assert_eq!(fs::read_to_string(dir.join("a")).unwrap(), "1");
         assert_eq!(fs::metadata(dir.join("a")).unwrap().mode() & 0o777, 0o640);
-        let held = File::open(dir.join("a")).unwrap();
+        let open_file = File::open(dir.join("a")).unwrap();
         put(&dir, &version("..2", &[("a", "2"), ("c", "2")]));
         assert_eq!(names(&dir), ["..2", "..data", "a", "c"]);
         assert_eq!(fs::read_to_string(dir.join("a")).unwrap(), "2");
         let mut old = String::new();
-        (&held).read_to_string(&mut old).unwrap();
+        (&open_file).read_to_string(&mut old).unwrap();
         assert_eq!(old, "1", "who has a file open keeps it");
         put(&dir, &[]);
         assert!(names(&dir).is_empty());
@@ -293,15 +292,19 @@ mod tests {
         put(dir.path(), &version("..2", &[("a", "2"), ("b", "2")]));
         let events = inotify.read_events().unwrap();
         let at = |mask, name: &str| {
-            let found = events.iter().position(|event| {
-                event.mask.contains(mask) && event.name.as_deref().is_some_and(|of| of == name)
+            let position = events.iter().position(|event| {
+                event.mask.contains(mask)
+                    && event.name.as_deref().is_some_and(|event_name| event_name == name)
             });
-            found.unwrap_or_else(|| panic!("no {mask:?} of {name}: {events:?}"))
+            position.unwrap_or_else(|| panic!("no {mask:?} of {name}: {events:?}"))
         };
         let replaced = at(AddWatchFlags::IN_MOVED_TO, "..data");
         assert!(at(AddWatchFlags::IN_CREATE, "..2") < replaced, "{events:?}");
         assert!(replaced < at(AddWatchFlags::IN_DELETE, "..1"), "{events:?}");
-        assert!(!events.iter().any(|event| event.name.as_deref().is_some_and(|of| of == "a")), "{events:?}");
+        assert!(
+            !events.iter().any(|event| event.name.as_deref().is_some_and(|event_name| event_name == "a")),
+            "{events:?}"
+        );
     }
 
     #[test]

@@ -27,10 +27,10 @@ pub async fn wait_for<T>(
 ) -> io::Result<Option<T>> {
     // The subscription comes first: a device that appeared between a scan and the subscription would be missed.
     let announcements = watched(subscribe()?, Interest::READABLE)?;
-    let found = async {
+    let wait = async {
         loop {
-            if let Some(found) = scan() {
-                return Ok(found);
+            if let Some(result) = scan() {
+                return Ok(result);
             }
             // A disk has up to eight uevents, for its target, its generic device and so on. A scan for each cost more
             // than the mounts.
@@ -38,8 +38,8 @@ pub async fn wait_for<T>(
         }
     };
     match deadline {
-        None => found.await.map(Some),
-        Some(deadline) => timeout(deadline, found).await.ok().transpose(),
+        None => wait.await.map(Some),
+        Some(deadline) => timeout(deadline, wait).await.ok().transpose(),
     }
 }
 

@@ -29,6 +29,7 @@ use crate::{
     failure::{Failure, internal},
     rootfs::{Dir, Disk},
     sync::lock,
+    targets::View,
     tree::{self, Entry, Owner},
 };
 
@@ -93,9 +94,8 @@ impl Volumes {
             }
             Content::Disk(disk) => {
                 let node = disk::find(&disk.serial).await?;
-                let mounted =
-                    self.shared.workers.run(&[], || mount_disk(&node, &disk, &dir, put.owner)).await?;
-                mounted.result.map_err(|failure| mounted.causes.explain(failure))?;
+                let job = || mount_disk(&node, &disk, &dir, put.owner);
+                self.shared.workers.run(&[], job).await?.into_result()?;
             }
         }
         *is_there = true;
@@ -179,26 +179,37 @@ pub fn from_image(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
         let at = mount.destination().clone();
         let failed = |action: &str| format!("cannot {action} the image's volume {}", at.display());
         let pathrs = |action: &str| internal::<pathrs::error::Error>(failed(action));
-        // The image is not trusted: its symbolic links are resolved only inside it.
+        // The image is not trusted: its symbolic links are resolved only inside it, and not by the kernel, which follows none of another
+        // user's in a directory like /tmp.
         let root = Root::open(&rootfs).map_err(pathrs("open"))?;
-        let found = root.resolve(&at).ok().filter(|found| path_of(found).is_dir());
+        let at = View::new(&root).followed(&at)?;
+        let image_dir = match root.resolve(&at) {
+            Err(error) if is_absent(&error) => None,
+            image_dir => {
+                Some(image_dir.map_err(pathrs("find"))?).filter(|image_dir| path_of(image_dir).is_dir())
+            }
+        };
         let source = if beside == rootfs {
-            let found = match found {
-                Some(found) => found,
+            let image_dir = match image_dir {
+                Some(image_dir) => image_dir,
                 None => root.mkdir_all(&at, &fs::Permissions::from_mode(0o755)).map_err(pathrs("create"))?,
             };
-            fs::read_link(path_of(&found)).map_err(internal(failed("find")))?
+            fs::read_link(path_of(&image_dir)).map_err(internal(failed("find")))?
         } else {
             let source = beside.join(format!("v{n}"));
             fs::create_dir(&source).map_err(internal(failed("create")))?;
-            if let Some(found) = found {
-                copy::tree(&path_of(&found), &source).map_err(internal(failed("copy")))?;
+            if let Some(image_dir) = image_dir {
+                copy::tree(&path_of(&image_dir), &source).map_err(internal(failed("copy")))?;
             }
             source
         };
         mount.set_source(Some(source));
     }
     Ok(())
+}
+
+fn is_absent(error: &pathrs::error::Error) -> bool {
+    matches!(error.kind(), ErrorKind::OsError(Some(libc::ENOENT | libc::ENOTDIR)))
 }
 
 /// Splits a path in a volume into the volume's directory and the path below it.
@@ -214,19 +225,19 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         internal::<pathrs::error::Error>(text)
     };
     let root = Root::open(volume).map_err(failed("open"))?;
-    let found = match root.resolve(sub_path) {
+    let inside = match root.resolve(sub_path) {
         Err(error) if matches!(error.kind(), ErrorKind::OsError(Some(libc::ENOENT))) => {
-            let made =
+            let created =
                 root.mkdir_all(sub_path, &fs::Permissions::from_mode(0o755)).map_err(failed("create"))?;
             // As in kubelet: with the volume's own permissions.
             fs::metadata(volume)
-                .and_then(|volume| fs::set_permissions(path_of(&made), volume.permissions()))
+                .and_then(|volume| fs::set_permissions(path_of(&created), volume.permissions()))
                 .map_err(internal(format!("cannot set the permissions of {}", sub_path.display())))?;
-            made
+            created
         }
-        found => found.map_err(failed("find"))?,
+        inside => inside.map_err(failed("find"))?,
     };
-    let source = path_of(&found);
+    let source = path_of(&inside);
     let placed = if source.is_dir() { fs::create_dir(target) } else { fs::File::create(target).map(drop) };
     placed.map_err(internal(format!("cannot create {}", target.display())))?;
     mount(Some(&source), target, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)

@@ -47,7 +47,7 @@ pub struct Workers {
 }
 
 /// The results of a worker.
-pub struct Done<T> {
+pub struct Outcome<T> {
     /// The worker's report.
     pub result: Result<T, Failure>,
     /// A point before the fork, by which the processes that the worker created are claimed.
@@ -55,6 +55,13 @@ pub struct Done<T> {
     /// The pipe of causes that the worker and its descendants write to. It is closed when the last of them has executed
     /// another program or exited.
     pub causes: Causes,
+}
+
+impl<T> Outcome<T> {
+    /// Returns the worker's result; a failure with its causes.
+    pub fn into_result(self) -> Result<T, Failure> {
+        self.result.map_err(|failure| self.causes.explain(failure))
+    }
 }
 
 impl Workers {
@@ -65,7 +72,7 @@ impl Workers {
 
     /// Runs `job` in a worker that keeps only the descriptors `keep` of the agent: any other would keep another
     /// container's pipe open.
-    pub async fn run<T, F>(&self, keep: &[BorrowedFd<'_>], job: F) -> Result<Done<T>, Failure>
+    pub async fn run<T, F>(&self, keep: &[BorrowedFd<'_>], job: F) -> Result<Outcome<T>, Failure>
     where
         T: Serialize + DeserializeOwned,
         F: FnOnce() -> Result<T, Failure>,
@@ -84,9 +91,9 @@ impl Workers {
         let forked = unsafe { fork() }.map_err(internal("cannot fork a worker"))?;
         let pid = match forked {
             ForkResult::Child => {
-                let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
-                kept.extend([report_end.as_raw_fd(), causes_end.as_raw_fd()]);
-                work(kept, report_end, &causes_end, job)
+                let mut fds: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
+                fds.extend([report_end.as_raw_fd(), causes_end.as_raw_fd()]);
+                work(fds, report_end, &causes_end, job)
             }
             ForkResult::Parent { child } => child.as_raw(),
         };
@@ -110,7 +117,7 @@ impl Workers {
                 (Ok(false), Err(_)) => Err(Failure::new(Kind::Internal, "worker was lost")),
             },
         };
-        Ok(Done { result: result.and_then(|()| report.decode()), since, causes })
+        Ok(Outcome { result: result.and_then(|()| report.decode()), since, causes })
     }
 }
 
@@ -120,13 +127,13 @@ fn new_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
 
 /// Runs a worker until it exits.
 fn work<T: Serialize>(
-    kept: Vec<RawFd>,
+    fds: Vec<RawFd>,
     report: OwnedFd,
     causes: &OwnedFd,
     job: impl FnOnce() -> Result<T, Failure>,
 ) -> ! {
     log::into_worker(log::number(causes));
-    close_all_but(kept);
+    close_all_but(fds);
     let result = job();
     let encoded = match serde_json::to_vec(&result) {
         Ok(bytes) if bytes.len() <= MAX_REPORT => bytes,
@@ -141,11 +148,11 @@ fn work<T: Serialize>(
     unsafe { libc::_exit(0) }
 }
 
-/// Closes every descriptor except standard input, output, error and `kept`.
-pub fn close_all_but(mut kept: Vec<RawFd>) {
-    kept.sort_unstable();
+/// Closes every descriptor except standard input, output, error and `fds`.
+pub fn close_all_but(mut fds: Vec<RawFd>) {
+    fds.sort_unstable();
     let mut next: libc::c_uint = 3;
-    for fd in kept.into_iter().filter_map(|fd| libc::c_uint::try_from(fd).ok()).chain([libc::c_uint::MAX]) {
+    for fd in fds.into_iter().filter_map(|fd| libc::c_uint::try_from(fd).ok()).chain([libc::c_uint::MAX]) {
         if fd > next {
             // SAFETY: the descriptors belong to objects of the agent that this process never uses again: it
             // ends by `_exit` or by executing another program.
@@ -207,8 +214,8 @@ impl Report {
 fn read_now(pipe: &OwnedFd, bytes: &mut Vec<u8>, max: usize) {
     let mut chunk = [0; 4096];
     while bytes.len() < max {
-        let room = chunk.len().min(max - bytes.len());
-        match nix::unistd::read(pipe, &mut chunk[..room]) {
+        let free = chunk.len().min(max - bytes.len());
+        match nix::unistd::read(pipe, &mut chunk[..free]) {
             Ok(count) if count > 0 => bytes.extend(&chunk[..count]),
             Err(nix::errno::Errno::EINTR) => {}
             _ => return,

@@ -58,18 +58,18 @@ fn every_crate_that_the_agent_names_is_listed() {
 fn hashes_and_sources_are_those_of_the_image() {
     let components = components();
     let kernel = named(&components, "linux");
-    let sum = digest::of(&mut fs::File::open(guest("vmlinux")).unwrap()).unwrap();
+    let sum = digest::sha256(&mut fs::File::open(guest("vmlinux")).unwrap()).unwrap();
     assert_eq!(kernel["hashes"][0]["content"], sum.as_str());
     assert!(named(&components, "sandboxer-agent")["hashes"][0]["content"].is_string());
-    let of = |source: &str| {
+    let from_source = |source: &str| {
         let is_of = |part: &&Value| part["purl"].as_str().is_some_and(|purl| purl.starts_with(source));
         components.iter().filter(is_of).collect::<Vec<_>>()
     };
     // What is linked into a static program, of Debian's.
     for library in ["glibc", "libseccomp", "gcc-"] {
-        assert_eq!(of(&format!("pkg:deb/debian/{library}")).len(), 1, "{library}");
+        assert_eq!(from_source(&format!("pkg:deb/debian/{library}")).len(), 1, "{library}");
     }
-    for part in of("pkg:cargo/") {
+    for part in from_source("pkg:cargo/") {
         assert_eq!(part["hashes"][0]["content"].as_str().map(str::len), Some(64), "{part}");
     }
 }

@@ -10,7 +10,7 @@ pub fn hex(bytes: &[u8]) -> String {
 }
 
 /// Returns the SHA-256 of a reader's content, hex.
-pub fn of(from: &mut impl Read) -> io::Result<String> {
+pub fn sha256(from: &mut impl Read) -> io::Result<String> {
     let (mut hash, mut chunk) = (Sha256::new(), vec![0; 256 << 10]);
     loop {
         match from.read(&mut chunk) {

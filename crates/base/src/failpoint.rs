@@ -7,7 +7,7 @@
 //! optional file `clock` has the number of seconds by which the wall clock is wrong. The optional file `streams`, read
 //! at the worker's start, has the number of streams of a session with a guest.
 
-use std::{fmt, io, time::SystemTime};
+use std::{fmt, future::Future, io, path::Path, time::SystemTime};
 
 /// Passes a point. Its name is the event that has happened, or is about to.
 #[cfg(not(feature = "failpoints"))]
@@ -19,6 +19,27 @@ pub fn pass(_: fmt::Arguments<'_>) {}
 pub fn pass(point: fmt::Arguments<'_>) {
     if let Some(points) = &*armed::POINTS {
         points.pass(point.to_string());
+    }
+}
+
+/// Passes a point like [`pass`]. A test of the same process can make it never return for work on `of`, so that the work ends
+/// there when its task is dropped.
+#[cfg(not(feature = "failpoints"))]
+#[inline(always)]
+pub fn reach(_: fmt::Arguments<'_>, _: &Path) -> impl Future<Output = ()> + Send + use<> {
+    std::future::ready(())
+}
+
+/// Passes a point like [`pass`]. A test of the same process can make it never return for work on `of`, so that the work ends
+/// there when its task is dropped.
+#[cfg(feature = "failpoints")]
+pub fn reach(point: fmt::Arguments<'_>, of: &Path) -> impl Future<Output = ()> + Send + use<> {
+    let is_held = injected::holds(&format!("{point}: {}", of.display()));
+    pass(point);
+    async move {
+        if is_held {
+            std::future::pending().await
+        }
     }
 }
 
@@ -42,7 +63,7 @@ pub fn fail(point: fmt::Arguments<'_>) -> io::Result<()> {
 }
 
 #[cfg(feature = "failpoints")]
-pub use injected::{Injection, inject};
+pub use injected::{Injection, hold, inject};
 
 /// Returns the wall clock's time.
 #[cfg(not(feature = "failpoints"))]
@@ -81,7 +102,8 @@ mod injected {
         number: u64,
         point: &'static str,
         part: String,
-        errno: i32,
+        /// The error; `None`: work is held there.
+        errno: Option<i32>,
         left: usize,
     }
 
@@ -111,6 +133,15 @@ mod injected {
     /// Makes the next `times` passes of points that begin with `point` and contain `part` fail with `errno`: several
     /// tests run in one process, each with paths of its own.
     pub fn inject(point: &'static str, part: &str, errno: i32, times: usize) -> Injection {
+        arm(point, part, Some(errno), times)
+    }
+
+    /// Makes the next [`reach`](super::reach) of such a point, by work on what contains `part`, never return.
+    pub fn hold(point: &'static str, part: &str) -> Injection {
+        arm(point, part, None, 1)
+    }
+
+    fn arm(point: &'static str, part: &str, errno: Option<i32>, times: usize) -> Injection {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let armed = Armed { number, point, part: part.to_owned(), errno, left: times };
         ARMED.lock().unwrap_or_else(PoisonError::into_inner).push(armed);
@@ -118,9 +149,20 @@ mod injected {
     }
 
     pub fn at(point: &str) -> Option<i32> {
+        hit(point, false)?
+    }
+
+    pub fn holds(point: &str) -> bool {
+        hit(point, true).is_some()
+    }
+
+    fn hit(point: &str, is_held: bool) -> Option<Option<i32>> {
         let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
         let is_hit = |armed: &&mut Armed| {
-            armed.left > 0 && point.starts_with(armed.point) && point.contains(armed.part.as_str())
+            armed.left > 0
+                && armed.errno.is_none() == is_held
+                && point.starts_with(armed.point)
+                && point.contains(armed.part.as_str())
         };
         let hit = armed.iter_mut().find(is_hit)?;
         hit.left -= 1;

@@ -34,8 +34,8 @@ pub fn run(args: &Args) -> Result<()> {
         // An interrupted sleep only polls earlier.
         let _ = clock_nanosleep_relative(ClockId::Monotonic, &pause);
     }
-    let waited = Duration::from_nanos(LOOK_NS as u64) * LOOKS;
-    bail!("no process listens on port {} after {waited:?}", args.port)
+    let limit = Duration::from_nanos(LOOK_NS as u64) * LOOKS;
+    bail!("no process listens on port {} after {limit:?}", args.port)
 }
 
 /// Returns whether a table of lines "N: ADDRESS:PORT ADDRESS:PORT STATE …" (hex) has a listener on the port.

@@ -99,10 +99,10 @@ fn per_call(
     }
     let mean = last.duration_since(begun).as_nanos() as f64 / calls.max(1) as f64;
     Line::new(what)
-        .with("calls", calls as f64)
-        .with("mean_ns", mean)
-        .with("p50_ns", times.percentile(50.0))
-        .with("p99_ns", times.percentile(99.0))
+        .figure("calls", calls as f64)
+        .figure("mean_ns", mean)
+        .figure("p50_ns", times.percentile(50.0))
+        .figure("p99_ns", times.percentile(99.0))
         .print()
 }
 

@@ -88,7 +88,7 @@ fn total_of(memory: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn with(files: &[(&str, &str)]) -> Facts {
+    fn facts_of(files: &[(&str, &str)]) -> Facts {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
             let path = root.path().join(path);
@@ -100,14 +100,14 @@ mod tests {
 
     #[test]
     fn limits_of_both_kinds_of_cgroups() {
-        let facts = with(&[
+        let facts = facts_of(&[
             ("sys/fs/cgroup/cpu.max", "150000 100000\n"),
             ("sys/fs/cgroup/memory.max", "268435456\n"),
             ("proc/meminfo", "MemTotal:         524288 kB\nMemFree: 1 kB\n"),
         ]);
         assert_eq!(facts.quota_cpus, Some(1.5));
         assert_eq!((facts.memory_limit, facts.memory_total), (Some(256 << 20), Some(512 << 20)));
-        let facts = with(&[
+        let facts = facts_of(&[
             ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100000\n"),
             ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "50000\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n"),
@@ -117,9 +117,10 @@ mod tests {
 
     #[test]
     fn no_limit_is_none() {
-        let facts = with(&[("sys/fs/cgroup/cpu.max", "max 100000\n"), ("sys/fs/cgroup/memory.max", "max\n")]);
+        let facts =
+            facts_of(&[("sys/fs/cgroup/cpu.max", "max 100000\n"), ("sys/fs/cgroup/memory.max", "max\n")]);
         assert_eq!((facts.quota_cpus, facts.memory_limit), (None, None));
-        let facts = with(&[
+        let facts = facts_of(&[
             ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
         ]);

@@ -45,12 +45,12 @@ pub fn run(args: &Args) -> Result<()> {
         missed += u32::from(lateness > period);
     }
     Line::new("frames")
-        .with("frames", f64::from(frames))
-        .with("late_percent", f64::from(late) / f64::from(frames) * 100.0)
-        .with("missed_percent", f64::from(missed) / f64::from(frames) * 100.0)
-        .with("p50_us", times.percentile(50.0) / 1e3)
-        .with("p99_us", times.percentile(99.0) / 1e3)
-        .with("max_us", times.longest() / 1e3)
+        .figure("frames", f64::from(frames))
+        .figure("late_percent", f64::from(late) / f64::from(frames) * 100.0)
+        .figure("missed_percent", f64::from(missed) / f64::from(frames) * 100.0)
+        .figure("p50_us", times.percentile(50.0) / 1e3)
+        .figure("p99_us", times.percentile(99.0) / 1e3)
+        .figure("max_us", times.longest() / 1e3)
         .print()
 }
 

@@ -97,14 +97,14 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Reads the command and makes the other disks available.
 fn task(args: &Args) -> Result<Task> {
-    let of = |serial: &str| disk(&args.sysfs, serial).map(|name| args.devices.join(name));
-    let path = of("command").context("the VM has no disk 'command'")?;
+    let device_of = |serial: &str| disk(&args.sysfs, serial).map(|name| args.devices.join(name));
+    let path = device_of("command").context("the VM has no disk 'command'")?;
     let task = read_task(&path)?;
-    if let Some(data) = of("data") {
+    if let Some(data) = device_of("data") {
         mount(&data, "/data", "ext4", MountFlags::empty(), None)
             .with_context(|| format!("cannot mount {} on /data", data.display()))?;
     }
-    if let Some(bench) = of("bench") {
+    if let Some(bench) = device_of("bench") {
         let link = args.devices.join("bench");
         std::os::unix::fs::symlink(&bench, &link)
             .with_context(|| format!("cannot create {}", link.display()))?;
@@ -139,10 +139,10 @@ fn execute(task: &Task, port: &mut impl Write) -> Result<i32> {
         // The send only fails if the receiver is gone; then nobody needs the command's end.
         let _ = to.send(Message::Ended(child.wait()));
     });
-    let mut ended = None;
+    let mut exit_code = None;
     loop {
         // All senders are gone after the last output.
-        let message = match ended {
+        let message = match exit_code {
             None => from.recv().ok(),
             Some(_) => from.recv_timeout(OUTPUT_TIMEOUT).ok(),
         };
@@ -150,9 +150,9 @@ fn execute(task: &Task, port: &mut impl Write) -> Result<i32> {
             Some(Message::Stdout(bytes)) => Frame::Stdout(&bytes).send(port)?,
             Some(Message::Stderr(bytes)) => Frame::Stderr(&bytes).send(port)?,
             Some(Message::Ended(status)) => {
-                ended = Some(code(status.context("cannot wait for the command")?));
+                exit_code = Some(code(status.context("cannot wait for the command")?));
             }
-            None => return ended.context("the command's end is unknown"),
+            None => return exit_code.context("the command's end is unknown"),
         }
     }
 }

@@ -55,7 +55,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let done = match Command::parse() {
+    let result = match Command::parse() {
         Command::Facts => facts::Facts::of_container().print(),
         Command::Run(args) => run::run(&args),
         Command::Native(args) => native::run(&args),
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
         Command::StreamReceive(args) => stream::receive(&args),
         Command::Transactions(args) => transactions::run(&args),
     };
-    match done {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("bench-helper: {error:#}");

@@ -58,7 +58,7 @@ struct Pool<'a> {
     names: Vec<PathBuf>,
     data: Vec<u8>,
     random: SmallRng,
-    made: u64,
+    created: u64,
     read: u64,
     written: u64,
 }
@@ -72,8 +72,8 @@ impl<'a> Pool<'a> {
             let path = dir.join(part.to_string());
             fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
         }
-        let (names, made, read, written) = Default::default();
-        let mut pool = Self { args, dir: dir.to_owned(), names, data, random, made, read, written };
+        let (names, created, read, written) = Default::default();
+        let mut pool = Self { args, dir: dir.to_owned(), names, data, random, created, read, written };
         for _ in 0..args.files {
             pool.add()?;
         }
@@ -96,12 +96,12 @@ impl<'a> Pool<'a> {
         let (sync, took) = (at.elapsed(), begun.elapsed().as_secs_f64());
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20) / took;
         Ok(Line::new("mixed")
-            .with("per_s", count as f64 / took)
-            .with("read_mib_per_s", mib(self.read))
-            .with("written_mib_per_s", mib(self.written))
-            .with("p50_us", times.percentile(50.0) / 1e3)
-            .with("p99_us", times.percentile(99.0) / 1e3)
-            .with("sync_ms", sync.as_secs_f64() * 1e3))
+            .figure("per_s", count as f64 / took)
+            .figure("read_mib_per_s", mib(self.read))
+            .figure("written_mib_per_s", mib(self.written))
+            .figure("p50_us", times.percentile(50.0) / 1e3)
+            .figure("p99_us", times.percentile(99.0) / 1e3)
+            .figure("sync_ms", sync.as_secs_f64() * 1e3))
     }
 
     fn transaction(&mut self) -> Result<()> {
@@ -109,14 +109,14 @@ impl<'a> Pool<'a> {
         if self.random.random() {
             let mut bytes = Vec::new();
             self.read +=
-                with(&file, File::open(&file).and_then(|mut file| file.read_to_end(&mut bytes)))? as u64;
+                at_path(&file, File::open(&file).and_then(|mut file| file.read_to_end(&mut bytes)))? as u64;
         } else {
             let size = self.size();
             let appended = OpenOptions::new()
                 .append(true)
                 .open(&file)
                 .and_then(|mut file| file.write_all(&self.data[..size]));
-            with(&file, appended)?;
+            at_path(&file, appended)?;
             self.written += size as u64;
         }
         // The number of files neither grows without bound nor falls to zero.
@@ -126,14 +126,14 @@ impl<'a> Pool<'a> {
         }
         let index = self.random.random_range(0..self.names.len());
         let file = self.names.swap_remove(index);
-        with(&file, fs::remove_file(&file))
+        at_path(&file, fs::remove_file(&file))
     }
 
     fn add(&mut self) -> Result<()> {
-        self.made += 1;
-        let file = self.dir.join((self.made % DIRECTORIES).to_string()).join(self.made.to_string());
+        self.created += 1;
+        let file = self.dir.join((self.created % DIRECTORIES).to_string()).join(self.created.to_string());
         let size = self.size();
-        with(&file, fs::write(&file, &self.data[..size]))?;
+        at_path(&file, fs::write(&file, &self.data[..size]))?;
         self.written += size as u64;
         self.names.push(file);
         Ok(())
@@ -144,14 +144,14 @@ impl<'a> Pool<'a> {
     }
 
     fn sync(&self) -> Result<()> {
-        let file = with(&self.dir, File::open(&self.dir))?;
+        let file = at_path(&self.dir, File::open(&self.dir))?;
         rustix::fs::syncfs(file)
             .with_context(|| format!("cannot write all of {} to the disk", self.dir.display()))
     }
 }
 
-fn with<T>(path: &Path, done: std::io::Result<T>) -> Result<T> {
-    done.with_context(|| path.display().to_string())
+fn at_path<T>(path: &Path, result: std::io::Result<T>) -> Result<T> {
+    result.with_context(|| path.display().to_string())
 }
 
 #[cfg(test)]

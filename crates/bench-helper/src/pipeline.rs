@@ -69,17 +69,18 @@ fn job(dir: &Path, steps: &[(&'static str, Vec<String>)]) -> Result<Line> {
     for (metric, words) in steps {
         let at = Instant::now();
         step(dir, words)?;
-        line = line.with(metric, at.elapsed().as_secs_f64());
+        line = line.figure(metric, at.elapsed().as_secs_f64());
     }
-    Ok(line.with("total_s", begun.elapsed().as_secs_f64()))
+    Ok(line.figure("total_s", begun.elapsed().as_secs_f64()))
 }
 
 fn step(dir: &Path, words: &[String]) -> Result<()> {
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).current_dir(dir).stdin(Stdio::null());
     let output = command.output().with_context(|| format!("cannot run {}", words[0]))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    let last: String = said.trim().chars().rev().take(SHOWN).collect::<Vec<_>>().into_iter().rev().collect();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let last: String =
+        stderr.trim().chars().rev().take(SHOWN).collect::<Vec<_>>().into_iter().rev().collect();
     ensure!(output.status.success(), "{} failed: {}: {last}", words.join(" "), output.status);
     Ok(())
 }
@@ -101,13 +102,13 @@ mod tests {
     #[test]
     fn a_step_that_fails_or_is_not_there_ends_the_job_with_its_name() {
         let parent = tempfile::tempdir().unwrap();
-        let of = |name: &str, words: &[&str]| {
+        let failure = |name: &str, words: &[&str]| {
             let words = words.iter().map(|&word| word.to_owned()).collect();
             job(&parent.path().join(name), &[("compile_s", words)]).unwrap_err()
         };
-        let error = of("a", &["ls", "/no/such"]).to_string();
+        let error = failure("a", &["ls", "/no/such"]).to_string();
         assert!(error.contains("ls /no/such failed") && error.contains("No such file"), "{error}");
-        assert!(of("b", &["no-such-compiler"]).to_string().contains("no-such-compiler"));
+        assert!(failure("b", &["no-such-compiler"]).to_string().contains("no-such-compiler"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Line {
     }
 
     /// Adds a figure.
-    pub fn with(mut self, name: &'static str, value: f64) -> Self {
+    pub fn figure(mut self, name: &'static str, value: f64) -> Self {
         self.metrics.insert(name, value);
         self
     }
@@ -72,10 +72,10 @@ mod tests {
 
     #[test]
     fn a_line_is_one_object_of_finite_figures() {
-        let line = Line::new("test").with("b", 2.5).with("a", 1.0);
+        let line = Line::new("test").figure("b", 2.5).figure("a", 1.0);
         let text = serde_json::to_string(&line).unwrap();
         assert_eq!(text, r#"{"bench_helper":1,"what":"test","metrics":{"a":1.0,"b":2.5}}"#);
-        assert!(Line::new("test").with("a", f64::NAN).print().is_err());
+        assert!(Line::new("test").figure("a", f64::NAN).print().is_err());
     }
 
     #[test]

@@ -32,8 +32,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let seconds = last.duration_since(begun).as_secs_f64().max(f64::MIN_POSITIVE);
     Line::new("spin")
-        .with("gaps_per_s", gaps as f64 / seconds)
-        .with("taken_percent", taken.as_secs_f64() / seconds * 100.0)
-        .with("longest_us", longest.as_secs_f64() * 1e6)
+        .figure("gaps_per_s", gaps as f64 / seconds)
+        .figure("taken_percent", taken.as_secs_f64() / seconds * 100.0)
+        .figure("longest_us", longest.as_secs_f64() * 1e6)
         .print()
 }

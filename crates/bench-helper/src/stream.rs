@@ -69,14 +69,14 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
 fn answer(mut client: TcpStream) -> Result<()> {
     client.set_read_timeout(Some(SILENCE))?;
     client.set_write_timeout(Some(SILENCE))?;
-    let mut wanted = [0; 8];
-    match client.read_exact(&mut wanted) {
+    let mut length = [0; 8];
+    match client.read_exact(&mut length) {
         // The client only tested whether the server listens.
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(()),
         read => read?,
     }
     let mut block = vec![0; BLOCK];
-    let mut left = u64::from_le_bytes(wanted);
+    let mut left = u64::from_le_bytes(length);
     if left > 0 {
         while left > 0 {
             let part = block.len().min(usize::try_from(left).unwrap_or(BLOCK));
@@ -95,12 +95,12 @@ fn answer(mut client: TcpStream) -> Result<()> {
     Ok(client.write_all(&received.to_le_bytes())?)
 }
 
-fn connect(server: SocketAddr, wanted: u64) -> Result<TcpStream> {
+fn connect(server: SocketAddr, length: u64) -> Result<TcpStream> {
     let mut stream = TcpStream::connect_timeout(&server, SILENCE)
         .with_context(|| format!("cannot connect to {server}"))?;
     stream.set_read_timeout(Some(SILENCE))?;
     stream.set_write_timeout(Some(SILENCE))?;
-    stream.write_all(&wanted.to_le_bytes())?;
+    stream.write_all(&length.to_le_bytes())?;
     Ok(stream)
 }
 
@@ -127,8 +127,8 @@ pub fn send(args: &SendArgs) -> Result<()> {
     let sent = messages * u64::from(args.size);
     ensure!(received == sent, "{} received {received} of {sent} bytes", args.to);
     Line::new("stream-send")
-        .with("mbit_per_s", received as f64 * 8.0 / seconds / 1e6)
-        .with("messages_per_s", messages as f64 / seconds)
+        .figure("mbit_per_s", received as f64 * 8.0 / seconds / 1e6)
+        .figure("messages_per_s", messages as f64 / seconds)
         .print()
 }
 
@@ -146,7 +146,7 @@ pub fn receive(args: &ReceiveArgs) -> Result<()> {
     }
     ensure!(received == args.bytes, "received {received} of {} bytes from {}", args.bytes, args.from);
     let seconds = begun.elapsed().as_secs_f64();
-    Line::new("stream-receive").with("mib_per_s", received as f64 / seconds / f64::from(1 << 20)).print()
+    Line::new("stream-receive").figure("mib_per_s", received as f64 / seconds / f64::from(1 << 20)).print()
 }
 
 #[cfg(test)]

@@ -36,7 +36,7 @@ pub fn run(args: &Args) -> Result<()> {
     ensure!(args.rate.is_finite() && args.rate >= 0.0, "--rate takes a number from 0 up");
     let mut set = vec![1u64; (args.working_set as usize) << 17];
     let mut random = SmallRng::seed_from_u64(0x5eed);
-    let (mut times, mut done) = (Times::new()?, 0u64);
+    let (mut times, mut count) = (Times::new()?, 0u64);
     let begun = Instant::now();
     let mut arrival = Duration::ZERO;
     loop {
@@ -50,15 +50,15 @@ pub fn run(args: &Args) -> Result<()> {
         wait_until(begun, arrival);
         transact(&mut set, &mut random);
         times.add(begun.elapsed().saturating_sub(arrival));
-        done += 1;
+        count += 1;
     }
     let seconds = begun.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
     Line::new("transactions")
-        .with("per_s", done as f64 / seconds)
-        .with("p50_us", times.percentile(50.0) / 1e3)
-        .with("p95_us", times.percentile(95.0) / 1e3)
-        .with("p99_us", times.percentile(99.0) / 1e3)
-        .with("max_us", times.longest() / 1e3)
+        .figure("per_s", count as f64 / seconds)
+        .figure("p50_us", times.percentile(50.0) / 1e3)
+        .figure("p95_us", times.percentile(95.0) / 1e3)
+        .figure("p99_us", times.percentile(99.0) / 1e3)
+        .figure("max_us", times.longest() / 1e3)
         .print()
 }
 

@@ -26,7 +26,7 @@ fn double_group() -> tempfile::TempDir {
     group
 }
 
-fn said(output: &Output) -> String {
+fn stdout(output: &Output) -> String {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout.clone()).unwrap()
 }
@@ -35,7 +35,7 @@ fn said(output: &Output) -> String {
 fn it_joins_its_group_and_sees_the_limits_where_containers_do() {
     let group = double_group();
     let limits = ["cat", "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max"];
-    assert_eq!(said(&native(group.path(), &[], &limits)), "150000 100000\n268435456\n");
+    assert_eq!(stdout(&native(group.path(), &[], &limits)), "150000 100000\n268435456\n");
     assert_eq!(fs::read_to_string(group.path().join("cgroup.procs")).unwrap(), "0");
 }
 
@@ -45,7 +45,7 @@ fn its_files_are_there_and_its_mounts_end_with_it() {
     fs::write(from.path().join("file"), "text").unwrap();
     let bind = format!("--bind={}={}", from.path().display(), to.path().display());
     let inside = to.path().join("file");
-    assert_eq!(said(&native(group.path(), &[&bind], &["cat", inside.to_str().unwrap()])), "text");
+    assert_eq!(stdout(&native(group.path(), &[&bind], &["cat", inside.to_str().unwrap()])), "text");
     assert!(!inside.exists(), "a mount stayed");
 }
 
@@ -54,7 +54,7 @@ fn only_its_mounts_are_in_another_namespace() {
     let group = double_group();
     for (name, same) in [("net", true), ("pid", true), ("ipc", true), ("uts", true), ("mnt", false)] {
         let path = format!("/proc/self/ns/{name}");
-        let inside = said(&native(group.path(), &[], &["readlink", &path]));
+        let inside = stdout(&native(group.path(), &[], &["readlink", &path]));
         let mine = fs::read_link(&path).unwrap();
         assert_eq!(inside.trim() == mine.to_str().unwrap(), same, "{name}");
     }

@@ -4,10 +4,12 @@
 //! |---|---|
 //! | [`workload`] | benchmark tools in a container of any runtime |
 //! | [`streams`] | commands in containers, and logs of containers |
+//! | [`checkpoints`] | saves of pods, and starts from there |
 //! | [`merge`] | several runs as one result |
 //! | [`score`] | verdicts on results, by rules that are data |
 //! | [`gate`] | comparison with recorded results of earlier versions |
 
+pub mod checkpoints;
 pub mod gate;
 pub mod merge;
 pub mod score;

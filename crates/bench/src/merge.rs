@@ -17,14 +17,14 @@ use serde_json::json;
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
     /// The clocks of two results differ.
-    #[error("{a} has {} and {b} has {}: one result cannot have times of two clocks", of[0].ms(), of[1].ms())]
+    #[error("{a} has {} and {b} has {}: one result cannot have times of two clocks", clocks[0].ms(), clocks[1].ms())]
     Clocks {
         /// Name of the first result.
         a: String,
         /// Name of the second result.
         b: String,
         /// Clock of each result.
-        of: [Clock; 2],
+        clocks: [Clock; 2],
     },
     /// One figure would come from two runs.
     #[error("{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would mix two runs")]
@@ -107,15 +107,15 @@ fn one_run(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     if let Some(why) = [a, b].iter().find_map(|part| part.report.partial_reason.as_deref()) {
         return Err(parts(format!("one of them is partial: {why}")));
     }
-    let starts = |of: &Loaded| -> BTreeSet<(String, String, u32)> {
-        let series = of.report.series.iter();
+    let starts = |result: &Loaded| -> BTreeSet<(String, String, u32)> {
+        let series = result.report.series.iter();
         series.map(|series| (series.runtime.clone(), series.mode.to_string(), series.group)).collect()
     };
     if starts(a) != starts(b) {
         return Err(parts("their handlers or groups differ".into()));
     }
-    let even = |of: &Loaded| {
-        let n: BTreeSet<_> = of.report.series.iter().map(|s| (s.mode.to_string(), s.summary.n)).collect();
+    let even = |result: &Loaded| {
+        let n: BTreeSet<_> = result.report.series.iter().map(|s| (s.mode.to_string(), s.summary.n)).collect();
         let modes: BTreeSet<_> = n.iter().map(|(mode, _)| mode).collect();
         n.len() == modes.len()
     };
@@ -150,9 +150,10 @@ fn all_of(results: &[Loaded]) -> (Vec<String>, Vec<Sample>, Vec<Batch>) {
 /// Adds the sustained rates of the handlers: parts of one run follow each other.
 fn rates(report: &mut Report, results: &[Loaded]) {
     for series in report.series.iter_mut().filter(|series| series.mode == Mode::Sustained) {
-        let of = results.iter().flat_map(|result| &result.report.series);
-        let rates =
-            of.filter(|of| (&of.runtime, of.mode) == (&series.runtime, series.mode)).map(|of| of.rate);
+        let all_series = results.iter().flat_map(|result| &result.report.series);
+        let rates = all_series
+            .filter(|other| (&other.runtime, other.mode) == (&series.runtime, series.mode))
+            .map(|other| other.rate);
         series.rate =
             rates.collect::<Option<Vec<Rate>>>().and_then(|rates| rates.into_iter().reduce(Rate::and));
     }
@@ -163,7 +164,7 @@ fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     let clocks = [a.report.clock, b.report.clock];
     let (name_a, name_b) = names();
     if clocks[0] != clocks[1] {
-        return Err(MergeError::Clocks { a: name_a, b: name_b, of: clocks });
+        return Err(MergeError::Clocks { a: name_a, b: name_b, clocks });
     }
     // Memory and start-up may be measured with different annotations.
     let other = facts("pod", &SAME_POD, &a.report.manifest.pod, &b.report.manifest.pod);
@@ -219,14 +220,14 @@ fn manifest(results: &[Loaded]) -> Manifest {
     let mut all = results[0].report.manifest.clone();
     all.plan = Default::default();
     for result in results {
-        let of = &result.report.manifest;
-        all.plan.insert(result.name.clone(), json!(of.plan));
-        for (handler, facts) in &of.runtimes {
+        let manifest = &result.report.manifest;
+        all.plan.insert(result.name.clone(), json!(manifest.plan));
+        for (handler, facts) in &manifest.runtimes {
             let all = all.runtimes.entry(handler.clone()).or_default();
             all.extend(facts.clone());
             // Only pods that a daemon reports have vCPUs.
             if facts.contains_key("vcpus") {
-                let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| of.vmm.get(name).map(shown));
+                let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| manifest.vmm.get(name).map(shown));
                 let vmm: Vec<String> = vmm.into_iter().flatten().collect();
                 all.insert("vmm".into(), vmm.join(" ").into());
             }
@@ -236,32 +237,32 @@ fn manifest(results: &[Loaded]) -> Manifest {
 }
 
 fn add(report: &mut Report, result: &Loaded) {
-    let of = &result.report;
-    report.ratios.extend(of.ratios.iter().cloned());
-    report.memory.extend(of.memory.iter().cloned());
-    report.marginal_kib_per_pod.extend(of.marginal_kib_per_pod.clone());
-    report.overhead = report.overhead.take().or_else(|| of.overhead.clone());
-    report.bare_boot = report.bare_boot.take().or_else(|| of.bare_boot.clone());
+    let added = &result.report;
+    report.ratios.extend(added.ratios.iter().cloned());
+    report.memory.extend(added.memory.iter().cloned());
+    report.marginal_kib_per_pod.extend(added.marginal_kib_per_pod.clone());
+    report.overhead = report.overhead.take().or_else(|| added.overhead.clone());
+    report.bare_boot = report.bare_boot.take().or_else(|| added.bare_boot.clone());
     // The reason comes from the run that should have measured the figure, and only if it is still absent.
     let absent: BTreeSet<String> = report.not_measured.keys().cloned().collect();
     let here = |name: &String| absent.contains(name) || !name.starts_with("series.");
-    report.not_measured.extend(of.not_measured.clone().into_iter().filter(|(name, _)| here(name)));
-    report.partial |= of.partial;
-    if let Some(why) = &of.partial_reason {
+    report.not_measured.extend(added.not_measured.clone().into_iter().filter(|(name, _)| here(name)));
+    report.partial |= added.partial;
+    if let Some(why) = &added.partial_reason {
         let why = format!("{}: {why}", result.name);
         report.partial_reason = Some(match report.partial_reason.take() {
             Some(before) => format!("{before}; {why}"),
             None => why,
         });
     }
-    report.quick |= of.quick;
-    report.baseline = report.baseline.take().or_else(|| of.baseline.clone());
-    for note in &of.notes {
+    report.quick |= added.quick;
+    report.baseline = report.baseline.take().or_else(|| added.baseline.clone());
+    for note in &added.notes {
         if !report.notes.contains(note) {
             report.notes.push(note.clone());
         }
     }
-    let different = facts("host", &SAME_HOST, &report.manifest.host, &of.manifest.host);
+    let different = facts("host", &SAME_HOST, &report.manifest.host, &added.manifest.host);
     for other in different {
         report
             .notes
@@ -347,7 +348,7 @@ mod tests {
                 index,
                 released_ms: 1000.0 + if index == 1 { spread } else { 0.0 },
                 outcome: if wall.is_none() && index == 1 { Outcome::Failed } else { Outcome::Ok },
-                ..Sample::of(
+                ..Sample::new(
                     "own",
                     Mode::Parallel,
                     wall.unwrap_or(1.0) - if index == 1 { spread } else { 0.0 },

@@ -122,9 +122,10 @@ impl Report {
         for series in self.series.iter().filter(|series| series.runtime != REFERENCE) {
             let name = &series.runtime;
             self.exec_over_runc
-                .extend(Ratio::of(&series.exec_ms, &base.exec_ms).map(|of| (name.clone(), of)));
+                .extend(Ratio::estimate(&series.exec_ms, &base.exec_ms).map(|ratio| (name.clone(), ratio)));
             // The texts are equal, so the ratio of the rates is the inverse ratio of the times.
-            self.rate_over_runc.extend(Ratio::of(&base.log_ms, &series.log_ms).map(|of| (name.clone(), of)));
+            self.rate_over_runc
+                .extend(Ratio::estimate(&base.log_ms, &series.log_ms).map(|ratio| (name.clone(), ratio)));
         }
     }
 }
@@ -132,17 +133,17 @@ impl Report {
 impl Series {
     /// Returns the summary of the execs' times.
     pub fn exec(&self) -> Summary {
-        Summary::of(&self.exec_ms, self.exec_failures.len())
+        Summary::new(&self.exec_ms, self.exec_failures.len())
     }
 
     /// Returns the summary of the logs' times.
     pub fn log(&self) -> Summary {
-        Summary::of(&self.log_ms, self.log_failures.len())
+        Summary::new(&self.log_ms, self.log_failures.len())
     }
 
     /// Returns the summary of the logs' times by the container's clock.
     pub fn write(&self) -> Summary {
-        Summary::of(&self.write_ms, self.log_failures.len())
+        Summary::new(&self.write_ms, self.log_failures.len())
     }
 }
 
@@ -159,11 +160,15 @@ pub struct Context<'a> {
 }
 
 /// Measures, and removes the measurement's pods. A pod that cannot be started makes the result partial.
-pub async fn run(of: &Context<'_>, plan: &Plan, progress: &mut dyn FnMut(&str)) -> Result<Report, PlanError> {
-    check(of.runtime, plan).await?;
+pub async fn run(
+    context: &Context<'_>,
+    plan: &Plan,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Report, PlanError> {
+    check(context.runtime, plan).await?;
     let series = |runtime: &String| Series { runtime: runtime.clone(), ..Series::default() };
     let mut report = Report {
-        clock: of.clock,
+        clock: context.clock,
         bytes: plan.lines() * plan.line,
         line: plan.line,
         series: plan.runtimes.iter().map(series).collect(),
@@ -171,11 +176,11 @@ pub async fn run(of: &Context<'_>, plan: &Plan, progress: &mut dyn FnMut(&str)) 
     };
     let measured = tokio::select! {
         biased;
-        () = of.cancel.cancelled() => Err("interrupted".into()),
-        measured = measure(of, plan, &mut report, progress) => measured,
+        () = context.cancel.cancelled() => Err("interrupted".into()),
+        measured = measure(context, plan, &mut report, progress) => measured,
     };
     report.partial = measured.err();
-    if let Err(error) = timeline::remove_all(of.runtime, &plan.recipe.run).await {
+    if let Err(error) = timeline::remove_all(context.runtime, &plan.recipe.run).await {
         report.partial.get_or_insert_with(|| format!("cannot remove the pods: {error}"));
     }
     report.compare();
@@ -198,27 +203,29 @@ async fn check(runtime: &Runtime, plan: &Plan) -> Result<(), PlanError> {
 }
 
 async fn measure(
-    of: &Context<'_>,
+    context: &Context<'_>,
     plan: &Plan,
     report: &mut Report,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), String> {
-    let logs = of.watch.dir().join(LOGS);
+    let logs = context.watch.dir().join(LOGS);
     std::fs::create_dir_all(&logs).map_err(|error| format!("cannot create {}: {error}", logs.display()))?;
     let mut pods = Vec::new();
     for (index, handler) in plan.runtimes.iter().enumerate() {
         let name = format!("{}-{index}", plan.recipe.run);
-        let pod = timeline::start(of.runtime, of.watch, &plan.recipe, handler, &name, of.cancel).await;
+        let pod =
+            timeline::start(context.runtime, context.watch, &plan.recipe, handler, &name, context.cancel)
+                .await;
         if let Err(error) = &pod.end {
             return Err(format!("cannot start a pod on {handler}: {error}"));
         }
         // The first exec of a pod includes one-time work.
-        let _ = exec(of, plan, &pod).await;
+        let _ = exec(context, plan, &pod).await;
         pods.push((name, pod));
     }
     for _ in 0..plan.execs {
         for (series, (_, pod)) in report.series.iter_mut().zip(&pods) {
-            match exec(of, plan, pod).await {
+            match exec(context, plan, pod).await {
                 Ok(ms) => series.exec_ms.push(ms),
                 Err(why) => series.exec_failures.push(why),
             }
@@ -227,7 +234,7 @@ async fn measure(
     }
     for round in 0..plan.logs {
         for (series, (name, pod)) in report.series.iter_mut().zip(&pods) {
-            match log(of, plan, &series.runtime, name, pod, round).await {
+            match log(context, plan, &series.runtime, name, pod, round).await {
                 Ok(times) => {
                     series.log_ms.push(times.log_ms);
                     series.write_ms.push(times.write_ms);
@@ -241,10 +248,10 @@ async fn measure(
 }
 
 /// Runs `true` in the pod's container; returns the time of the call, ms.
-async fn exec(of: &Context<'_>, plan: &Plan, pod: &Start) -> Result<f64, String> {
+async fn exec(context: &Context<'_>, plan: &Plan, pod: &Start) -> Result<f64, String> {
     let container = pod.container_id.as_deref().ok_or("the pod has no container")?;
     let begun = Instant::now();
-    let ended = of.runtime.exec_sync(container, ["true"], Some(plan.recipe.timeout)).await;
+    let ended = context.runtime.exec_sync(container, ["true"], Some(plan.recipe.timeout)).await;
     let ms = begun.elapsed().as_secs_f64() * 1e3;
     match ended {
         Ok(ended) if ended.exit_code == 0 => Ok(ms),
@@ -255,7 +262,7 @@ async fn exec(of: &Context<'_>, plan: &Plan, pod: &Start) -> Result<f64, String>
 
 /// Runs a container in the pod that logs a text; removes the container and its log.
 async fn log(
-    of: &Context<'_>,
+    context: &Context<'_>,
     plan: &Plan,
     handler: &str,
     name: &str,
@@ -263,14 +270,17 @@ async fn log(
     round: u32,
 ) -> Result<Times, String> {
     let pod_id = pod.pod_id.as_deref().ok_or("the pod has no id")?;
-    let options = plan.recipe.pod(name, handler, of.watch.dir().to_owned());
+    let options = plan.recipe.pod(name, handler, context.watch.dir().to_owned());
     let mut container = ContainerOptions::new(format!("log-{round}"), &plan.recipe.image, plan.command());
     container.log_path = format!("{LOGS}/{name}-{round}.log");
-    let path = of.watch.dir().join(&container.log_path);
-    let id =
-        of.runtime.create_container(pod_id, &options, &container).await.map_err(|error| error.to_string())?;
+    let path = context.watch.dir().join(&container.log_path);
+    let id = context
+        .runtime
+        .create_container(pod_id, &options, &container)
+        .await
+        .map_err(|error| error.to_string())?;
     let logged = async {
-        of.runtime.start_container(&id).await.map_err(|error| error.to_string())?;
+        context.runtime.start_container(&id).await.map_err(|error| error.to_string())?;
         match tokio::time::timeout(plan.recipe.timeout, complete(&path)).await {
             Ok(()) => {}
             Err(_) => {
@@ -281,7 +291,7 @@ async fn log(
         times(&text, plan.lines(), plan.line)
     };
     let logged = logged.await;
-    let removed = of.runtime.remove_container(&id).await;
+    let removed = context.runtime.remove_container(&id).await;
     let _ = std::fs::remove_file(&path);
     let times = logged?;
     removed.map_err(|error| error.to_string())?;

@@ -1,15 +1,17 @@
 //! Small BPF programs (bpf(2)): written by hand, loaded, attached.
 //!
-//! The daemon has one program, which selects a listening socket. The agent has one, which limits a container's devices.
-//! Each has a few instructions, and needs no compiler or object file.
+//! The daemon has one that selects a listening socket, and two that decide about a pod's packets. The agent has one, which limits a
+//! container's devices. They need no compiler or object file.
 
 use std::{
     io,
     os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
 };
 
+mod assembly;
 mod instruction;
 
+pub use assembly::{Assembly, Label};
 pub use instruction::{Instruction, code, instruction};
 
 // Numbers of bpf(2), from linux/bpf.h.
@@ -18,6 +20,7 @@ const MAP_UPDATE_ELEM: libc::c_long = 2;
 const PROG_LOAD: libc::c_long = 5;
 const PROG_ATTACH: libc::c_long = 8;
 const LINK_CREATE: libc::c_long = 28;
+const MAP_TYPE_LRU_HASH: u32 = 9;
 const MAP_TYPE_SOCKMAP: u32 = 15;
 /// Permits further programs on groups below, in addition to this one.
 const ALLOW_MULTI: u32 = 2;
@@ -29,6 +32,8 @@ pub enum Kind {
     CgroupDevice,
     /// A program that selects the socket for a connection in a network namespace (Linux 5.9).
     SkLookup,
+    /// A program that decides about the packets of a network device, as a filter of its traffic control (Linux 4.4).
+    Classifier,
 }
 
 impl Kind {
@@ -36,6 +41,7 @@ impl Kind {
         match self {
             Self::CgroupDevice => 15,
             Self::SkLookup => 30,
+            Self::Classifier => 3,
         }
     }
 
@@ -43,6 +49,8 @@ impl Kind {
         match self {
             Self::CgroupDevice => 6,
             Self::SkLookup => 36,
+            // Such a program is attached by its descriptor in a filter.
+            Self::Classifier => 0,
         }
     }
 }
@@ -122,6 +130,12 @@ impl Program {
     }
 }
 
+impl AsRawFd for Program {
+    fn as_raw_fd(&self) -> i32 {
+        self.fd.as_raw_fd()
+    }
+}
+
 /// A map with one socket at key 0.
 #[derive(Debug)]
 pub struct SocketMap(OwnedFd);
@@ -130,13 +144,6 @@ impl SocketMap {
     /// Creates a map with `socket` in it.
     pub fn with(socket: impl AsFd) -> io::Result<Self> {
         #[repr(C)]
-        struct MapCreate {
-            map_type: u32,
-            key_size: u32,
-            value_size: u32,
-            max_entries: u32,
-        }
-        #[repr(C)]
         struct MapUpdate<'a> {
             map: u32,
             _pad: u32,
@@ -144,9 +151,7 @@ impl SocketMap {
             value: &'a u64,
             flags: u64,
         }
-        let attributes = MapCreate { map_type: MAP_TYPE_SOCKMAP, key_size: 4, value_size: 8, max_entries: 1 };
-        // SAFETY: these are the attributes of the command, and hold no pointer.
-        let map = unsafe { bpf_fd(MAP_CREATE, &attributes) }?;
+        let map = map(MAP_TYPE_SOCKMAP, 4, 8, 1)?;
         let (key, value) = (0, number(&socket.as_fd()).into());
         let attributes = MapUpdate { map: number(&map), _pad: 0, key: &key, value: &value, flags: 0 };
         // SAFETY: these are the attributes of the command; key and value have the sizes the map was made with.
@@ -159,6 +164,36 @@ impl AsRawFd for SocketMap {
     fn as_raw_fd(&self) -> i32 {
         self.0.as_raw_fd()
     }
+}
+
+/// A map of what was used last: when it is full, the kernel removes what was used longest ago.
+#[derive(Debug)]
+pub struct RecentMap(OwnedFd);
+
+impl RecentMap {
+    /// Creates an empty map; keys and values have these sizes, bytes.
+    pub fn new(key_size: u32, value_size: u32, max_entries: u32) -> io::Result<Self> {
+        map(MAP_TYPE_LRU_HASH, key_size, value_size, max_entries).map(Self)
+    }
+}
+
+impl AsRawFd for RecentMap {
+    fn as_raw_fd(&self) -> i32 {
+        self.0.as_raw_fd()
+    }
+}
+
+fn map(map_type: u32, key_size: u32, value_size: u32, max_entries: u32) -> io::Result<OwnedFd> {
+    #[repr(C)]
+    struct MapCreate {
+        map_type: u32,
+        key_size: u32,
+        value_size: u32,
+        max_entries: u32,
+    }
+    let attributes = MapCreate { map_type, key_size, value_size, max_entries };
+    // SAFETY: these are the attributes of the command, and hold no pointer.
+    unsafe { bpf_fd(MAP_CREATE, &attributes) }
 }
 
 fn number(fd: &impl AsRawFd) -> u32 {

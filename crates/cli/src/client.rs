@@ -8,10 +8,10 @@ use std::{
 };
 
 use hyper_util::rt::TokioIo;
-use sandboxer_protocol::admin::admin_client::AdminClient;
+use sandboxer_protocol::admin::{VersionRequest, VersionResponse, admin_client::AdminClient};
 use tokio::net::UnixStream;
 use tonic::{
-    Code, Status,
+    Code, Response, Status,
     transport::{Channel, Endpoint},
 };
 
@@ -64,6 +64,16 @@ impl From<Status> for ClientError {
     }
 }
 
+/// Returns the daemon's answer to a request.
+pub fn answer<T>(response: Result<Response<T>, Status>) -> Result<T, ClientError> {
+    Ok(response?.into_inner())
+}
+
+/// Returns the versions of the daemon at `socket`.
+pub async fn version(socket: &Path) -> Result<VersionResponse, ClientError> {
+    answer(connect(socket).await?.version(VersionRequest {}).await)
+}
+
 /// Connects to the admin service at `socket`.
 pub async fn connect(socket: &Path) -> Result<AdminClient<Channel>, ClientError> {
     let no_daemon = |cause| ClientError::NoDaemon { socket: socket.to_owned(), cause };
@@ -76,9 +86,9 @@ pub async fn connect(socket: &Path) -> Result<AdminClient<Channel>, ClientError>
     // There is only one connection: tonic calls this again only after it broke.
     let stream = Mutex::new(Some(TokioIo::new(stream)));
     let take = move |_| {
-        let taken = stream.lock().ok().and_then(|mut stream| stream.take());
-        let gone = || io::Error::new(io::ErrorKind::ConnectionAborted, "the daemon closed the connection");
-        std::future::ready(taken.ok_or_else(gone))
+        let stream = stream.lock().ok().and_then(|mut stream| stream.take());
+        let closed = || io::Error::new(io::ErrorKind::ConnectionAborted, "the daemon closed the connection");
+        std::future::ready(stream.ok_or_else(closed))
     };
     let channel = Endpoint::from_static("http://sandboxer.invalid")
         .timeout(ANSWER_TIMEOUT)

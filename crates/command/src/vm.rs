@@ -9,8 +9,8 @@ use sandboxer_probe::vm::{Accelerator, Vm};
 const KVM: &str = "/dev/kvm";
 
 /// Returns the configuration of VMs with this root disk. They use KVM if it is usable, which is measured here.
-pub fn of(disk: Option<&PathBuf>, address: Option<String>) -> Option<Vm> {
-    disk.map(|disk| Vm::of(disk, accelerator(measure_kvm(Path::new(KVM))), address))
+pub fn with_disk(disk: Option<&PathBuf>, address: Option<String>) -> Option<Vm> {
+    disk.map(|disk| Vm::new(disk, accelerator(measure_kvm(Path::new(KVM))), address))
 }
 
 fn accelerator(measured: Result<f64, KvmUnusable>) -> Accelerator {
@@ -35,6 +35,6 @@ mod tests {
         assert!(accelerator(Err(KvmUnusable::Closed { path: KVM.into(), mode: 0o600, group: 0 })).kvm);
         let slow = accelerator(Err(KvmUnusable::Slow { rate: 3e5 }));
         assert!(!slow.kvm && slow.reason.contains("0.3 million"), "{slow:?}");
-        assert!(of(None, None).is_none());
+        assert!(with_disk(None, None).is_none());
     }
 }

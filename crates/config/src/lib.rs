@@ -5,7 +5,8 @@ pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
-    Accelerator, Config, ContainersConfig, DISK_BPS, DISK_IOPS, ForeignRules, Handler, LimitsConfig, NET_BPS,
-    NetworkConfig, PlacementConfig, PlacementPolicy, PoolConfig, RLIMITS, RootfsConfig, StartPath,
-    TemplateConfig, TracesConfig, VhostNet, VmConfig, VmmChoice, VmmName, VolumeConfig, WritableTo,
+    Accelerator, CheckpointsConfig, Config, ContainersConfig, DISK_BPS, DISK_IOPS, ForeignRules, Handler,
+    LimitsConfig, NET_BPS, NetworkConfig, PlacementConfig, PlacementPolicy, PoolConfig, RLIMITS,
+    RootfsConfig, StartPath, TemplateConfig, TracesConfig, VhostNet, VmConfig, VmmChoice, VmmName,
+    VolumeConfig, WritableTo,
 };

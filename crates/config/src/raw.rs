@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
 use self::{
-    bounds::Bounds, containers::RawContainers, handler::RawHandler, placement::RawPlacement,
-    traces::RawTraces,
+    bounds::Bounds, checkpoints::RawCheckpoints, containers::RawContainers, handler::RawHandler,
+    placement::RawPlacement, traces::RawTraces,
 };
 use crate::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
@@ -21,6 +21,7 @@ use crate::{
 };
 
 mod bounds;
+mod checkpoints;
 mod containers;
 mod handler;
 mod placement;
@@ -110,6 +111,7 @@ struct Raw {
     metrics_listen: Option<SocketAddr>,
     vm: RawVm,
     templates: RawTemplates,
+    checkpoints: RawCheckpoints,
     pool: RawPool,
     handlers: BTreeMap<String, RawHandler>,
     rootfs: RawRootfs,
@@ -234,11 +236,11 @@ impl Config {
             let line = place.at.and_then(|(line, _)| text.lines().nth(line - 1)).unwrap_or_default();
             ConfigError::Parse { reason: reason(error.message(), line.trim()), place }
         })?;
-        let refused = |key, found, takes| {
+        let value_error = |key, found, takes| {
             let place = Place::new(path, text, offset_of(text, key));
             ConfigError::Value { place, key, found, takes }
         };
-        resolve(raw, &Bounds { refused: &refused })
+        resolve(raw, &Bounds { value_error: &value_error })
     }
 }
 
@@ -266,8 +268,9 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         },
         vm: vm(raw.vm, default.vm, bounds)?,
         templates,
+        checkpoints: raw.checkpoints.resolve(default.checkpoints, bounds)?,
         pool,
-        handlers: raw.handlers.into_iter().map(|(name, of)| (name, of.resolve())).collect(),
+        handlers: raw.handlers.into_iter().map(|(name, handler)| (name, handler.resolve())).collect(),
         rootfs: rootfs(raw.rootfs, default.rootfs, bounds)?,
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),

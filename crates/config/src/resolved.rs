@@ -15,6 +15,8 @@ pub struct Config {
     pub vm: VmConfig,
     /// Settings of templates: frozen VMs of which pods are copies.
     pub templates: TemplateConfig,
+    /// Settings of checkpoints: pods that were saved while they ran.
+    pub checkpoints: CheckpointsConfig,
     /// Settings of the pool: VMs that wait for pods.
     pub pool: PoolConfig,
     /// Runtime handlers by name. A handler that is not listed has the default.
@@ -238,6 +240,17 @@ pub struct TemplateConfig {
     pub most_bytes: u64,
 }
 
+/// Settings of checkpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckpointsConfig {
+    /// Maximum size of all checkpoints on disk, bytes.
+    pub most_bytes: u64,
+    /// Age at which a checkpoint is removed; `None`: never.
+    pub max_age: Option<Duration>,
+    /// Namespaces whose checkpoints pods of all namespaces may be restored from.
+    pub share_from: Vec<String>,
+}
+
 /// Settings of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
@@ -443,7 +456,6 @@ fn default_memory_mib(node_mib: u64) -> u64 {
     part.clamp(MIN_DEFAULT_MEMORY_MIB, DEFAULT_MEMORY_MIB)
 }
 
-/// Returns the memory of this node, MiB.
 fn node_memory_mib() -> u64 {
     let info = rustix::system::sysinfo();
     let bytes = info.totalram.saturating_mul(u64::from(info.mem_unit));
@@ -453,14 +465,14 @@ fn node_memory_mib() -> u64 {
 impl Config {
     /// Returns a runtime handler for each VMM that handlers name, in the order of VMMs.
     pub fn named_vmms(&self) -> BTreeMap<VmmName, &str> {
-        let named = self.handlers.iter().filter_map(|(name, of)| Some((of.vmm?, name.as_str())));
+        let named = self.handlers.iter().filter_map(|(name, handler)| Some((handler.vmm?, name.as_str())));
         // The first handler of each VMM wins.
         named.rev().collect()
     }
 
     /// Returns the configured choice for `vmm`: the VMM itself if a handler names it, else [`VmConfig::vmm`].
     pub fn choice_of(&self, vmm: VmmName) -> VmmChoice {
-        if self.handlers.values().any(|of| of.vmm == Some(vmm)) { vmm.into() } else { self.vm.vmm }
+        if self.handlers.values().any(|handler| handler.vmm == Some(vmm)) { vmm.into() } else { self.vm.vmm }
     }
 }
 
@@ -497,6 +509,7 @@ impl Default for Config {
                 idle_cgroup: "/sandboxer-idle".to_owned(),
             },
             templates: TemplateConfig { enabled: true, most: 4, most_bytes: 2 << 30 },
+            checkpoints: CheckpointsConfig { most_bytes: 20 << 30, max_age: None, share_from: Vec::new() },
             pool: PoolConfig { min: 0, max: 0 },
             handlers: BTreeMap::new(),
             rootfs: RootfsConfig {

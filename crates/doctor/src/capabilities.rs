@@ -1,7 +1,7 @@
 //! Capabilities of the daemon and of containerd.
 
 use super::{
-    cri::Told,
+    cri::RuntimeStatus,
     host::Host,
     verdict::{Check, Fix, Subject},
 };
@@ -25,19 +25,19 @@ pub struct Reading {
     /// The daemon's mask, or this process's if no daemon runs; `None` if unknown.
     pub daemon: Option<u64>,
     /// Whether `daemon` is the daemon's mask.
-    pub of_daemon: bool,
+    pub is_of_daemon: bool,
     /// The mask of containerd; `None` if unknown.
     pub containerd: Option<u64>,
 }
 
 /// Reads the masks of the processes `daemon` and `containerd`.
 pub fn read(host: &Host, daemon: Option<u32>, containerd: Option<u32>) -> Reading {
-    let of = |pid: Option<u32>| mask(host, &pid?.to_string());
-    let daemons = of(daemon);
+    let mask_of = |pid: Option<u32>| mask(host, &pid?.to_string());
+    let daemons = mask_of(daemon);
     Reading {
         daemon: daemons.or_else(|| mask(host, "self")),
-        of_daemon: daemons.is_some(),
-        containerd: of(containerd),
+        is_of_daemon: daemons.is_some(),
+        containerd: mask_of(containerd),
     }
 }
 
@@ -62,7 +62,7 @@ pub fn daemon(reading: &Reading) -> Check {
         return DAEMON.warning("capabilities are unknown", Fix::words("see /proc/self/status"));
     };
     let missing: Vec<_> = NEEDED.iter().filter(|(bit, _)| !has(mask, *bit)).map(|(_, name)| *name).collect();
-    match (missing.is_empty(), reading.of_daemon) {
+    match (missing.is_empty(), reading.is_of_daemon) {
         (true, true) => DAEMON.ok("the daemon has what it needs"),
         (true, false) => DAEMON.ok("a daemon started from here would have what it needs"),
         (false, true) => DAEMON.failure(
@@ -77,9 +77,10 @@ pub fn daemon(reading: &Reading) -> Check {
 }
 
 /// Checks that containerd does not lower an `oom_score_adj` without the capability to do so.
-pub fn oom_score(reading: &Reading, told: Option<&Told>) -> Check {
-    let Some(told) = told else { return OOM_SCORE.not_applicable("no containerd answers") };
-    let restricted = told.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);
+pub fn oom_score(reading: &Reading, runtime: Option<&RuntimeStatus>) -> Check {
+    let Some(runtime) = runtime else { return OOM_SCORE.not_applicable("no containerd answers") };
+    let restricted =
+        runtime.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);
     match reading.containerd.map(|mask| has(mask, SYS_RESOURCE)) {
         None if restricted => OOM_SCORE.ok("containerd does not lower it (restrict_oom_score_adj)"),
         None => OOM_SCORE.not_applicable("containerd's capabilities are unknown"),
@@ -108,7 +109,7 @@ mod tests {
     #[test]
     fn the_daemon_needs_some() {
         let without = |bit: u32| ALL & !(1 << bit);
-        for (daemon_mask, of_daemon, verdict) in [
+        for (daemon_mask, is_of_daemon, verdict) in [
             (Some(ALL), true, Verdict::Ok),
             (Some(ALL), false, Verdict::Ok),
             (Some(without(SYS_RESOURCE)), true, Verdict::Ok),
@@ -117,7 +118,7 @@ mod tests {
             (Some(0), false, Verdict::Warning),
             (None, false, Verdict::Warning),
         ] {
-            let reading = Reading { daemon: daemon_mask, of_daemon, containerd: None };
+            let reading = Reading { daemon: daemon_mask, is_of_daemon, containerd: None };
             assert_eq!(daemon(&reading).verdict, verdict, "{reading:?}");
         }
     }
@@ -133,7 +134,7 @@ mod tests {
             (None, json!({ "restrictOOMScoreAdj": true }), Verdict::Ok),
             (None, json!({}), Verdict::NotApplicable),
         ] {
-            let told = Told {
+            let runtime = RuntimeStatus {
                 name: "containerd".into(),
                 version: "v2.4.2".into(),
                 pid: None,
@@ -141,7 +142,12 @@ mod tests {
                 network: Ok(()),
             };
             let reading = Reading { containerd, ..Reading::default() };
-            assert_eq!(oom_score(&reading, Some(&told)).verdict, verdict, "{reading:?} {}", told.config);
+            assert_eq!(
+                oom_score(&reading, Some(&runtime)).verdict,
+                verdict,
+                "{reading:?} {}",
+                runtime.config
+            );
         }
         assert_eq!(oom_score(&Reading::default(), None).verdict, Verdict::NotApplicable);
     }

@@ -8,7 +8,7 @@ use std::{
 use serde_json::Value;
 
 use super::{
-    cri::Told,
+    cri::RuntimeStatus,
     host::Host,
     verdict::{Check, Fix, Subject},
 };
@@ -37,8 +37,8 @@ pub struct Reading {
 }
 
 /// Reads the directories that containerd reads.
-pub fn read(host: &Host, told: Option<&Told>) -> Reading {
-    let config = told.and_then(|told| told.config.get("cni"));
+pub fn read(host: &Host, runtime: Option<&RuntimeStatus>) -> Reading {
+    let config = runtime.and_then(|runtime| runtime.config.get("cni"));
     let text = |key: &str| config?.get(key)?.as_str().filter(|text| !text.is_empty()).map(PathBuf::from);
     let list = config.and_then(|config| config.get("binDirs")?.as_array());
     let mut bin_dirs: Vec<PathBuf> =
@@ -58,7 +58,7 @@ pub fn read(host: &Host, told: Option<&Told>) -> Reading {
         network,
         bin_dirs,
         conf_dir,
-        refused: told.and_then(|told| told.network.clone().err()),
+        refused: runtime.and_then(|runtime| runtime.network.clone().err()),
     }
 }
 
@@ -143,20 +143,32 @@ mod tests {
     #[test]
     fn configurations_and_their_plugins_are_found() {
         let plugins = [("opt/cni/bin/bridge", ""), ("usr/lib/cni/host-local", "")];
-        let with = |file: (&'static str, &'static str)| [vec![file], plugins.to_vec()].concat();
+        let with_plugins = |file: (&'static str, &'static str)| [vec![file], plugins.to_vec()].concat();
         for (files, verdict, seen) in [
             (vec![], Verdict::Warning, "no network is configured in \"/etc/cni/net.d\""),
-            (with(("etc/cni/net.d/readme", BRIDGE)), Verdict::Warning, "no network is configured"),
-            (with(("etc/cni/net.d/a.conflist", BRIDGE)), Verdict::Ok, "a.conflist: bridge, host-local"),
-            (with(("etc/cni/net.d/a.conf", r#"{ "type": "bridge" }"#)), Verdict::Ok, "a.conf: bridge"),
+            (with_plugins(("etc/cni/net.d/readme", BRIDGE)), Verdict::Warning, "no network is configured"),
             (
-                with(("etc/cni/net.d/a.conf", r#"{ "type": "ptp" }"#)),
+                with_plugins(("etc/cni/net.d/a.conflist", BRIDGE)),
+                Verdict::Ok,
+                "a.conflist: bridge, host-local",
+            ),
+            (
+                with_plugins(("etc/cni/net.d/a.conf", r#"{ "type": "bridge" }"#)),
+                Verdict::Ok,
+                "a.conf: bridge",
+            ),
+            (
+                with_plugins(("etc/cni/net.d/a.conf", r#"{ "type": "ptp" }"#)),
                 Verdict::Warning,
                 "a.conf names ptp, not",
             ),
-            (with(("etc/cni/net.d/a.conf", "{")), Verdict::Warning, "cannot be used: EOF"),
-            (with(("etc/cni/net.d/a.conf", "[]")), Verdict::Warning, "it names no plugins"),
-            (with(("etc/cni/net.d/a.conf", r#"{ "plugins": 1 }"#)), Verdict::Warning, "it names no plugins"),
+            (with_plugins(("etc/cni/net.d/a.conf", "{")), Verdict::Warning, "cannot be used: EOF"),
+            (with_plugins(("etc/cni/net.d/a.conf", "[]")), Verdict::Warning, "it names no plugins"),
+            (
+                with_plugins(("etc/cni/net.d/a.conf", r#"{ "plugins": 1 }"#)),
+                Verdict::Warning,
+                "it names no plugins",
+            ),
         ] {
             let (_root, host) = host(&files);
             let check = judge(&read(&host, None));
@@ -168,18 +180,18 @@ mod tests {
     #[test]
     fn containerd_says_where_and_whether() {
         let (_root, host) = host(&[("net/a.conf", r#"{ "type": "bridge" }"#), ("bin/bridge", "")]);
-        let mut told = Told {
+        let mut runtime = RuntimeStatus {
             name: "containerd".into(),
             version: "v2.4.2".into(),
             pid: None,
             config: serde_json::json!({ "cni": { "binDirs": ["/bin"], "confDir": "/net" } }),
             network: Ok(()),
         };
-        assert_eq!(judge(&read(&host, Some(&told))).seen, "a.conf: bridge");
-        told.config = serde_json::json!({ "cni": { "binDir": "/bin", "confDir": "/net" } });
-        assert_eq!(judge(&read(&host, Some(&told))).seen, "a.conf: bridge");
-        told.network = Err("not yet".into());
-        let check = judge(&read(&host, Some(&told)));
+        assert_eq!(judge(&read(&host, Some(&runtime))).seen, "a.conf: bridge");
+        runtime.config = serde_json::json!({ "cni": { "binDir": "/bin", "confDir": "/net" } });
+        assert_eq!(judge(&read(&host, Some(&runtime))).seen, "a.conf: bridge");
+        runtime.network = Err("not yet".into());
+        let check = judge(&read(&host, Some(&runtime)));
         assert_eq!((check.verdict, &*check.seen), (Verdict::Warning, "containerd has no network: not yet"));
     }
 }

@@ -6,7 +6,7 @@ use sandboxer_base::{chain, sockets};
 use sandboxer_config::{Config, DEFAULT_PATH};
 
 use super::{
-    cri::{HANDLER, Reading, Route, Told},
+    cri::{HANDLER, Reading, Route, RuntimeStatus},
     program,
     verdict::{Check, Fix, Subject},
 };
@@ -36,18 +36,18 @@ const ROUTE: Subject = Subject {
 /// Checks that containerd responds and that its version works.
 pub fn containerd(reading: &Reading) -> Check {
     let endpoint = &reading.endpoint;
-    let told = match &reading.told {
-        Ok(told) => told,
+    let runtime = match &reading.runtime {
+        Ok(runtime) => runtime,
         Err(why) => {
             return CONTAINERD.failure(format!("{endpoint}: {why}"), without_answer(why));
         }
     };
-    let seen = format!("{} {} at {endpoint}", told.name, told.version);
-    if told.name != "containerd" {
+    let seen = format!("{} {} at {endpoint}", runtime.name, runtime.version);
+    if runtime.name != "containerd" {
         return CONTAINERD.failure(seen, Fix::words("use containerd 2.4 as the node's CRI runtime"));
     }
     let upgrade = || Fix::words("install containerd 2.4");
-    match program::version(&told.version) {
+    match program::version(&runtime.version) {
         Some(version) if TESTED.contains(&version) => match version < HAS_CONTROLLERS {
             true => CONTAINERD
                 .ok(format!("{seen}; it has no sandbox controllers and runs the launcher for each pod")),
@@ -99,14 +99,14 @@ struct Misconfigured {
 
 /// Checks that the handler leads to `daemon`.
 pub fn handler(reading: &Reading, route: Option<&Route>, daemon: Daemon<'_>) -> Check {
-    let Some(told) = reading.told() else { return ROUTE.not_applicable("no containerd answers") };
-    let found = match program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
-        true => launched(told, route, daemon),
-        false => controlled(told, route, daemon),
+    let Some(runtime) = reading.runtime() else { return ROUTE.not_applicable("no containerd answers") };
+    let found = match program::version(&runtime.version).is_some_and(|version| version < HAS_CONTROLLERS) {
+        true => launched(runtime, route, daemon),
+        false => controlled(runtime, route, daemon),
     };
     let route = match found {
         Ok(route) => route,
-        Err(wrong) => return ROUTE.failure(wrong.seen, configure(told, &wrong.lines)),
+        Err(wrong) => return ROUTE.failure(wrong.seen, configure(runtime, &wrong.lines)),
     };
     let socket = daemon.socket.display();
     match &route.routed {
@@ -119,9 +119,9 @@ pub fn handler(reading: &Reading, route: Option<&Route>, daemon: Daemon<'_>) -> 
 }
 
 /// Returns the fix that adds `lines` to the configuration of this containerd.
-fn configure(told: &Told, lines: &[String]) -> Fix {
+fn configure(runtime: &RuntimeStatus, lines: &[String]) -> Fix {
     let lines = lines.join("\n    ");
-    if program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
+    if program::version(&runtime.version).is_some_and(|version| version < HAS_CONTROLLERS) {
         // These versions take a plugin's whole table from an imported file and drop the rest of the table.
         return Fix::commands(
             format!(
@@ -157,7 +157,7 @@ fn text<'a>(handler: &'a serde_json::Value, key: &str) -> &'a str {
 
 /// Returns the route of a containerd with sandbox controllers, or an error in its configuration.
 fn controlled<'a>(
-    told: &Told,
+    runtime: &RuntimeStatus,
     route: Option<&'a Route>,
     Daemon { socket, .. }: Daemon<'_>,
 ) -> Result<&'a Route, Misconfigured> {
@@ -166,7 +166,7 @@ fn controlled<'a>(
         vec![table, "type = \"sandbox\"".to_owned(), format!("address = {socket:?}")]
     };
     let wrong = |seen: String, lines| Misconfigured { seen, lines };
-    let Some((handler, route)) = told.handler().zip(route) else {
+    let Some((handler, route)) = runtime.handler().zip(route) else {
         let keys = [("runtime_type", RUNTIME_TYPE), ("sandboxer", HANDLER)];
         let lines = [proxy(), handler_lines(CRI_OF_2, &keys)].concat();
         return Err(wrong(format!("containerd has no runtime handler {HANDLER:?}"), lines));
@@ -214,7 +214,7 @@ pub(super) const OWN_SANDBOXER: &str = "podsandbox";
 /// Returns the route of a containerd without sandbox controllers, or an error in its configuration: the launcher must
 /// find this daemon's configuration.
 fn launched<'a>(
-    told: &Told,
+    runtime: &RuntimeStatus,
     route: Option<&'a Route>,
     Daemon { socket, config }: Daemon<'_>,
 ) -> Result<&'a Route, Misconfigured> {
@@ -227,7 +227,7 @@ fn launched<'a>(
     };
     let wrong = |seen: String, lines| Misconfigured { seen, lines };
     let runtime_type = || handler_lines(CRI_OF_1, &[("runtime_type", RUNTIME_TYPE)]);
-    let Some((handler, route)) = told.handler().zip(route) else {
+    let Some((handler, route)) = runtime.handler().zip(route) else {
         let lines = [runtime_type(), options()].concat();
         return Err(wrong(format!("containerd has no runtime handler {HANDLER:?}"), lines));
     };
@@ -263,9 +263,9 @@ mod tests {
 
     const SOCKET: &str = "/run/sandboxer/controller.sock";
 
-    fn sound() -> Told {
+    fn sound() -> RuntimeStatus {
         let handler = json!({ "runtimeType": RUNTIME_TYPE, "sandboxer": "sandboxer" });
-        Told {
+        RuntimeStatus {
             name: "containerd".into(),
             version: "v2.4.2".into(),
             pid: None,
@@ -283,8 +283,8 @@ mod tests {
         Route { controller: Ok(Some(controller)), routed }
     }
 
-    fn reading(told: Result<Told, String>) -> Reading {
-        Reading { endpoint: "unix:///c.sock".into(), told }
+    fn reading(runtime: Result<RuntimeStatus, String>) -> Reading {
+        Reading { endpoint: "unix:///c.sock".into(), runtime }
     }
 
     #[test]
@@ -302,8 +302,8 @@ mod tests {
             ("containerd", "main", Verdict::Warning),
             ("cri-o", "1.33.0", Verdict::Failure),
         ] {
-            let told = Told { name: name.into(), version: version.into(), ..sound() };
-            assert_eq!(containerd(&reading(Ok(told))).verdict, verdict, "{name} {version}");
+            let runtime = RuntimeStatus { name: name.into(), version: version.into(), ..sound() };
+            assert_eq!(containerd(&reading(Ok(runtime))).verdict, verdict, "{name} {version}");
         }
         let silent = containerd(&reading(Err("no answer within 5s".into())));
         assert_eq!(silent.verdict, Verdict::Failure);
@@ -318,7 +318,7 @@ mod tests {
         let (mut bare, mut foreign) = (sound(), sound());
         bare.config = json!({});
         foreign.config["containerd"]["runtimes"]["sandboxer"]["runtimeType"] = json!("x");
-        for (told, route, verdict, seen) in [
+        for (runtime, route, verdict, seen) in [
             (sound(), right(), Verdict::Ok, "leads to the daemon at /run/sandboxer/controller.sock"),
             (
                 sound(),
@@ -344,7 +344,7 @@ mod tests {
             ),
             (sound(), leads_to(SOCKET, None, Err("refused".into())), Verdict::Failure, "refused"),
         ] {
-            let check = handler(&reading(Ok(told)), Some(&route), daemon());
+            let check = handler(&reading(Ok(runtime)), Some(&route), daemon());
             assert_eq!(check.verdict, verdict, "{check}");
             assert!(check.seen.contains(seen), "{seen}: {check}");
         }
@@ -380,13 +380,14 @@ mod tests {
         std::fs::write(&config, format!("run_dir = {run_dir:?}\n")).unwrap();
         let socket = run_dir.join("controller.sock");
         let daemon = Daemon { socket: &socket, config: Some(&config) };
-        let old = |handler: serde_json::Value| Told {
+        let old = |handler: serde_json::Value| RuntimeStatus {
             version: "1.6.20~ds1".into(),
             config: json!({ "containerd": { "runtimes": { "sandboxer": handler } } }),
             ..sound()
         };
         let answers = Route { controller: Ok(None), routed: Ok(()) };
-        let check = |told: Told, route: &Route| handler(&reading(Ok(told)), Some(route), daemon);
+        let check =
+            |runtime: RuntimeStatus, route: &Route| handler(&reading(Ok(runtime)), Some(route), daemon);
 
         let right = json!({ "runtimeType": RUNTIME_TYPE, "options": { "ConfigPath": config } });
         assert_eq!(check(old(right.clone()), &answers).verdict, Verdict::Ok);

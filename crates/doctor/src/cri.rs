@@ -29,12 +29,12 @@ pub struct Reading {
     /// The endpoint, as given.
     pub endpoint: String,
     /// The response, or the reason why there is none.
-    pub told: Result<Told, String>,
+    pub runtime: Result<RuntimeStatus, String>,
 }
 
 /// A CRI runtime's description of itself.
 #[derive(Debug, Clone)]
-pub struct Told {
+pub struct RuntimeStatus {
     /// Name of the runtime: "containerd".
     pub name: String,
     /// Version of the runtime, such as "v2.4.2".
@@ -67,12 +67,12 @@ pub struct Controller {
 
 impl Reading {
     /// Returns the response, if there is one.
-    pub fn told(&self) -> Option<&Told> {
-        self.told.as_ref().ok()
+    pub fn runtime(&self) -> Option<&RuntimeStatus> {
+        self.runtime.as_ref().ok()
     }
 }
 
-impl Told {
+impl RuntimeStatus {
     /// Returns containerd's configuration of [`HANDLER`].
     pub fn handler(&self) -> Option<&Value> {
         self.config.get("containerd")?.get("runtimes")?.get(HANDLER)
@@ -81,14 +81,14 @@ impl Told {
 
 /// Queries the CRI runtime at `endpoint`, a `unix://` address or a path.
 pub async fn read(endpoint: &str) -> Reading {
-    let told = tokio::time::timeout(PATIENCE, ask(socket(endpoint))).await;
-    Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
+    let runtime = tokio::time::timeout(PATIENCE, ask(socket(endpoint))).await;
+    Reading { endpoint: endpoint.to_owned(), runtime: runtime.unwrap_or_else(|_| Err(silent())) }
 }
 
 /// Follows a request for a pod of [`HANDLER`]; `None` without a response or without the handler. `socket` is the
 /// controller of our daemon, which a containerd without sandbox controllers does not call.
 pub async fn route(reading: &Reading, socket: &Path) -> Option<Route> {
-    let handler = reading.told()?.handler()?;
+    let handler = reading.runtime()?.handler()?;
     let Some(sandboxer) = handler.get("sandboxer").and_then(Value::as_str) else {
         let routed = tokio::time::timeout(PATIENCE, reaches_us(socket, HANDLER)).await;
         return Some(Route { controller: Ok(None), routed: routed.unwrap_or_else(|_| Err(silent())) });
@@ -123,7 +123,7 @@ pub(super) fn grpc(socket: &Path) -> Result<Endpoint, String> {
     Endpoint::from_shared(format!("unix://{}", socket.display())).map_err(|error| chain(&error))
 }
 
-async fn ask(socket: &Path) -> Result<Told, String> {
+async fn ask(socket: &Path) -> Result<RuntimeStatus, String> {
     // Connects first, because gRPC's error does not distinguish a missing socket from one without a listener.
     UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
     let channel = grpc(socket)?.connect_lazy();
@@ -137,7 +137,7 @@ async fn ask(socket: &Path) -> Result<Told, String> {
         Some(condition) if !condition.status => Err(condition.message),
         _ => Ok(()),
     };
-    Ok(Told {
+    Ok(RuntimeStatus {
         name: version.runtime_name,
         version: version.runtime_version,
         pid: listener(socket).await,

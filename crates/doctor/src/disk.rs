@@ -43,7 +43,7 @@ pub fn read(host: &Host, dir: &Path) -> Space {
 /// Checks the space for images and templates in `state`, and for logs of `pods` in `run`.
 pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
     let templates = if config.templates.enabled { config.templates.most_bytes } else { 0 };
-    let kept_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;
+    let caches_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;
     let logs_mib = (config.vm.console_log_bytes.saturating_mul(LOGS * u64::from(pods))) >> 20;
     if let Some(space) = [state, run].into_iter().find(|space| space.read_only) {
         return DISK.failure(
@@ -62,8 +62,8 @@ pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
     if images < MIN_MIB {
         return DISK.failure(seen, fix());
     }
-    if images < kept_mib {
-        return DISK.warning(format!("{seen}; images and templates may take {kept_mib} MiB"), fix());
+    if images < caches_mib {
+        return DISK.warning(format!("{seen}; images and templates may take {caches_mib} MiB"), fix());
     }
     if logs < logs_mib {
         return DISK.warning(format!("{seen}; logs of {pods} pods may take {logs_mib} MiB"), fix());

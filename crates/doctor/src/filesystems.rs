@@ -114,8 +114,8 @@ pub fn mkfs(reading: &Mkfs) -> Check {
         )
     };
     match answer {
-        Answer::Said(line) if line.starts_with("mkfs.erofs") => MKFS.ok(line),
-        Answer::Said(line) => {
+        Answer::Printed(line) if line.starts_with("mkfs.erofs") => MKFS.ok(line),
+        Answer::Printed(line) => {
             MKFS.failure(format!("{program:?} is not mkfs.erofs: it printed {line:?}"), install())
         }
         Answer::Missing => MKFS.failure(format!("{program:?} does not exist"), install()),
@@ -170,9 +170,9 @@ mod tests {
     #[test]
     fn mkfs_must_answer_as_what_it_is() {
         for (answer, verdict) in [
-            (Answer::Said("mkfs.erofs 1.5".into()), Verdict::Ok),
-            (Answer::Said("mkfs.erofs (erofs-utils) 1.8".into()), Verdict::Ok),
-            (Answer::Said("hello".into()), Verdict::Failure),
+            (Answer::Printed("mkfs.erofs 1.5".into()), Verdict::Ok),
+            (Answer::Printed("mkfs.erofs (erofs-utils) 1.8".into()), Verdict::Ok),
+            (Answer::Printed("hello".into()), Verdict::Failure),
             (Answer::Missing, Verdict::Failure),
             (Answer::Broken("ended with 1".into()), Verdict::Failure),
             (Answer::Silent, Verdict::Warning),

@@ -20,12 +20,12 @@ pub fn used(config: &Config, default: Option<&'static str>) -> BTreeSet<&'static
         Some(_) => cloud_hypervisor::NAME,
         None => QEMU,
     };
-    let of = |vmm: VmmName| match vmm {
+    let name_of = |vmm: VmmName| match vmm {
         VmmName::Qemu => QEMU,
         VmmName::CloudHypervisor => cloud_hypervisor::NAME,
         VmmName::Firecracker => firecracker::NAME,
     };
-    config.handlers.values().filter_map(|handler| handler.vmm).map(of).chain([default]).collect()
+    config.handlers.values().filter_map(|handler| handler.vmm).map(name_of).chain([default]).collect()
 }
 
 /// Checks the keys for hotplug against the VMMs that run pods.

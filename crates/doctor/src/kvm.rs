@@ -63,8 +63,8 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
         VmmChoice::Firecracker => Some(firecracker::NAME),
         VmmChoice::Auto | VmmChoice::Qemu => None,
     };
-    let asked_for = needs_kvm.is_some() || configured == Accelerator::Kvm;
-    if let (true, Reading::Unusable(KvmUnusable::Slow { .. })) = (asked_for, reading) {
+    let is_required = needs_kvm.is_some() || configured == Accelerator::Kvm;
+    if let (true, Reading::Unusable(KvmUnusable::Slow { .. })) = (is_required, reading) {
         return KVM.warning(format!("{seen}; it is used because the configuration requires it"), fix);
     }
     let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
@@ -147,8 +147,8 @@ mod tests {
         let closed = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Unusable(closed));
         assert_eq!(closed.verdict, Verdict::Failure);
         assert!(closed.fix.unwrap().commands.contains(&"chgrp kvm /dev/kvm".to_owned()));
-        let asked_for = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Silent).fix.unwrap();
-        assert!(asked_for.what.ends_with("or set vm.accelerator to \"auto\""), "{asked_for:?}");
+        let required = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Silent).fix.unwrap();
+        assert!(required.what.ends_with("or set vm.accelerator to \"auto\""), "{required:?}");
     }
 
     #[tokio::test]

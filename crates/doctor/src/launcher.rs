@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    cri::Told,
+    cri::RuntimeStatus,
     host::Host,
     program::{self, Answer},
     verdict::{Check, Fix, Subject},
@@ -31,11 +31,12 @@ pub struct Reading {
 
 /// Searches like containerd: at the configured path, in containerd's `PATH`, and next to containerd's program. Uses
 /// this process's `PATH` if containerd's process is not visible.
-pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
-    let configured = told.and_then(Told::handler).and_then(|handler| handler.get("runtimePath")?.as_str());
+pub async fn read(host: &Host, runtime: Option<&RuntimeStatus>) -> Reading {
+    let configured =
+        runtime.and_then(RuntimeStatus::handler).and_then(|handler| handler.get("runtimePath")?.as_str());
     let (program, looked) = match configured.filter(|path| !path.is_empty()) {
         Some(path) => (host.program(Path::new(path), OsStr::new("")), path.to_owned()),
-        None => match told.and_then(|told| containerd_path(host, told.pid?)) {
+        None => match runtime.and_then(|runtime| containerd_path(host, runtime.pid?)) {
             Some(path) => (host.program(NAME.as_ref(), &path), "containerd's PATH".to_owned()),
             None => {
                 let path = std::env::var_os("PATH").unwrap_or_default();
@@ -78,10 +79,10 @@ pub fn judge(reading: &Reading) -> Check {
     let program = path.display();
     let ours = concat!(" ", env!("CARGO_PKG_VERSION"));
     match answer {
-        Answer::Said(line) if line.starts_with(NAME) && line.ends_with(ours) => {
+        Answer::Printed(line) if line.starts_with(NAME) && line.ends_with(ours) => {
             LAUNCHER.ok(format!("{program},{ours} ({})", reading.looked))
         }
-        Answer::Said(line) => LAUNCHER.warning(
+        Answer::Printed(line) => LAUNCHER.warning(
             format!("{program} has version {line:?}, the daemon{ours}"),
             Fix::words("install the launcher of the daemon's version"),
         ),
@@ -106,9 +107,9 @@ mod tests {
         let ours = format!("{NAME} {}", env!("CARGO_PKG_VERSION"));
         for (answer, verdict) in [
             (None, Verdict::Failure),
-            (Some(Answer::Said(ours)), Verdict::Ok),
-            (Some(Answer::Said(format!("{NAME} 0.0.1"))), Verdict::Warning),
-            (Some(Answer::Said("something else".into())), Verdict::Warning),
+            (Some(Answer::Printed(ours)), Verdict::Ok),
+            (Some(Answer::Printed(format!("{NAME} 0.0.1"))), Verdict::Warning),
+            (Some(Answer::Printed("something else".into())), Verdict::Warning),
             (Some(Answer::Missing), Verdict::Failure),
             (Some(Answer::Broken("ended with 1".into())), Verdict::Failure),
             (Some(Answer::Silent), Verdict::Warning),
@@ -119,9 +120,9 @@ mod tests {
         }
     }
 
-    fn told(pid: u32, runtime_path: &str) -> Told {
+    fn runtime(pid: u32, runtime_path: &str) -> RuntimeStatus {
         let handler = serde_json::json!({ "runtimePath": runtime_path });
-        Told {
+        RuntimeStatus {
             name: "containerd".into(),
             version: "v2.4.2".into(),
             pid: Some(pid),
@@ -144,16 +145,16 @@ mod tests {
         fs::write(host.path("/proc/7/environ"), b"HOME=/\0PATH=/a:/b\0X=").unwrap();
         std::os::unix::fs::symlink("/opt/containerd/bin/containerd", host.path("/proc/7/exe")).unwrap();
 
-        let found = async |told: &Told| read(&host, Some(told)).await.program;
-        assert_eq!(found(&told(7, "")).await, None);
+        let found = async |runtime: &RuntimeStatus| read(&host, Some(runtime)).await.program;
+        assert_eq!(found(&runtime(7, "")).await, None);
         for path in ["/opt/containerd/bin", "/b", "/a"] {
             let path = format!("{path}/{NAME}");
             place(&path);
-            assert_eq!(found(&told(7, "")).await, Some(path.into()));
+            assert_eq!(found(&runtime(7, "")).await, Some(path.into()));
         }
-        assert_eq!(found(&told(7, "/elsewhere/shim")).await, None);
+        assert_eq!(found(&runtime(7, "/elsewhere/shim")).await, None);
         place("/elsewhere/shim");
-        let reading = read(&host, Some(&told(7, "/elsewhere/shim"))).await;
-        assert_eq!(reading.answer, Some(Answer::Said("here".into())));
+        let reading = read(&host, Some(&runtime(7, "/elsewhere/shim"))).await;
+        assert_eq!(reading.answer, Some(Answer::Printed("here".into())));
     }
 }

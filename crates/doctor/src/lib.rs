@@ -78,7 +78,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
         let cri = cri::read(question.endpoint).await;
         let (route, launcher, endangered) = tokio::join!(
             cri::route(&cri, &controller),
-            launcher::read(&host, cri.told()),
+            launcher::read(&host, cri.runtime()),
             sandboxes::read(&cri),
         );
         (cri, route, launcher, endangered)
@@ -102,11 +102,11 @@ pub async fn examine(question: &Question<'_>) -> Report {
     let (cri, route, launcher, endangered) = of_containerd;
     let kernel = kernel.unwrap_or_else(|| kernel::Reading::silent(&config.vm.kernel));
     let initramfs = initramfs.unwrap_or_else(|| initramfs::Reading::silent(&config.vm.initramfs));
-    let told = cri.told();
+    let runtime = cri.runtime();
     let processors = topology::read(&host);
     let memory = memory::read(&host);
     let limits = limits::read(&host, daemon);
-    let capabilities = capabilities::read(&host, daemon, told.and_then(|told| told.pid));
+    let capabilities = capabilities::read(&host, daemon, runtime.and_then(|runtime| runtime.pid));
     let device = |device| devices::judge(device, &devices::read(&host, device));
     let pods = question.pods;
     let with_handlers = |vmm| VmConfig { vmm: config.choice_of(vmm), ..config.vm.clone() };
@@ -133,9 +133,9 @@ pub async fn examine(question: &Question<'_>) -> Report {
             launcher::judge(&launcher),
             sandboxes::judge(&cri, endangered.as_ref()),
             capabilities::daemon(&capabilities),
-            capabilities::oom_score(&capabilities, told),
+            capabilities::oom_score(&capabilities, runtime),
             namespaces::judge(namespaces::read().as_ref(), config.vm.jail),
-            cni::judge(&cni::read(&host, told)),
+            cni::judge(&cni::read(&host, runtime)),
             device(&devices::TUN),
             taps::judge(taps.as_ref()),
             device(&devices::VHOST_NET),
@@ -218,8 +218,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn what_does_not_come_back_is_given_up() {
-        let (release, held) = std::sync::mpsc::channel::<()>();
-        assert_eq!(blocking(PATIENCE, move || held.recv()).await, None);
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        assert_eq!(blocking(PATIENCE, move || released.recv()).await, None);
         drop(release);
     }
 }

@@ -35,7 +35,7 @@ pub struct Reading {
     /// Maximum number of open files of the daemon, or of a process like this one.
     pub files: Option<u64>,
     /// Whether `files` is the daemon's limit.
-    pub of_daemon: bool,
+    pub is_of_daemon: bool,
     /// Numbers of open files in use and at most, from `fs.file-nr`.
     pub system_files: Option<(u64, u64)>,
     /// Number of existing processes and threads.
@@ -48,7 +48,7 @@ pub struct Reading {
 pub fn read(host: &Host, daemon: Option<u32>) -> Reading {
     let limits_of = |pid: &str| host.text(format!("/proc/{pid}/limits")).ok();
     let daemons = daemon.and_then(|pid| limits_of(&pid.to_string()));
-    let of_daemon = daemons.is_some();
+    let is_of_daemon = daemons.is_some();
     let files = daemons.or_else(|| limits_of("self")).and_then(|limits| {
         let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
         let soft = soft.split_whitespace().next()?;
@@ -66,7 +66,7 @@ pub fn read(host: &Host, daemon: Option<u32>) -> Reading {
         watchers: host.number("/proc/sys/fs/inotify/max_user_instances"),
         watches: host.number("/proc/sys/fs/inotify/max_user_watches"),
         files,
-        of_daemon,
+        is_of_daemon,
         system_files: match numbers("/proc/sys/fs/file-nr")[..] {
             [used, _, most] => Some((used, most)),
             _ => None,
@@ -108,7 +108,7 @@ pub fn files(reading: &Reading, pods: u32) -> Check {
     let (Some(files), Some((used, most))) = (reading.files, reading.system_files) else {
         return FILES.warning("the kernel's limits are unknown", Fix::words("see /proc/self/limits"));
     };
-    let whose = if reading.of_daemon { "the daemon" } else { "a process like this one (no daemon runs)" };
+    let whose = if reading.is_of_daemon { "the daemon" } else { "a process like this one (no daemon runs)" };
     let count = |files: u64| if files > 1 << 40 { "any number".to_owned() } else { files.to_string() };
     let seen = format!("{whose} may open {}, the system {}; {used} are open", count(files), count(most));
     let wanted = DAEMON_FILES + FILES_A_POD * pods;
@@ -164,7 +164,7 @@ mod tests {
             watchers: Some(128),
             watches: Some(65_536),
             files: Some(1024),
-            of_daemon: true,
+            is_of_daemon: true,
             system_files: Some((1_000, 100_000)),
             tasks: Some(200),
             most_tasks: Some(32_768),
@@ -211,8 +211,8 @@ mod tests {
         }
         let host = Host::below(root.path());
         let (own, daemons) = (read(&host, None), read(&host, Some(7)));
-        assert_eq!((own.files, own.of_daemon), (Some(1024), false));
-        assert_eq!((daemons.files, daemons.of_daemon), (Some(u64::MAX), true));
+        assert_eq!((own.files, own.is_of_daemon), (Some(1024), false));
+        assert_eq!((daemons.files, daemons.is_of_daemon), (Some(u64::MAX), true));
         assert_eq!((own.tasks, own.most_tasks), (Some(234), Some(9000)));
         assert_eq!(own.system_files, Some((1216, i64::MAX as u64)));
         assert_eq!(read(&host, Some(8)).files, Some(1024), "a daemon that is not in sight");

@@ -18,7 +18,7 @@ const SHOWN: usize = 100;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
     /// The first line on stdout, also of a program that failed.
-    Said(String),
+    Printed(String),
     /// The program does not exist.
     Missing,
     /// The program does not work: its exit status and last output.
@@ -52,7 +52,7 @@ async fn run(program: &Path, argument: &str) -> Answer {
     };
     let (out, err) = tokio::join!(first_line(child.stdout.take()), first_line(child.stderr.take()));
     match child.wait().await {
-        Ok(_) if !out.is_empty() => Answer::Said(out),
+        Ok(_) if !out.is_empty() => Answer::Printed(out),
         Ok(status) if !err.is_empty() => Answer::Broken(format!("ended with {status}: {err}")),
         Ok(status) => Answer::Broken(format!("ended with {status} without output")),
         Err(error) => Answer::Broken(format!("cannot be awaited: {error}")),
@@ -96,13 +96,13 @@ mod tests {
 
     #[tokio::test]
     async fn programs_answer_fail_hang_and_talk_without_end() {
-        assert_eq!(script("echo; echo program 1.2; echo more").await, Answer::Said("program 1.2".into()));
-        assert_eq!(script("echo program 1.2; exit 1").await, Answer::Said("program 1.2".into()));
+        assert_eq!(script("echo; echo program 1.2; echo more").await, Answer::Printed("program 1.2".into()));
+        assert_eq!(script("echo program 1.2; exit 1").await, Answer::Printed("program 1.2".into()));
         let broken = |how: &str| Answer::Broken(format!("ended with exit status: {how}"));
         assert_eq!(script("echo no wheels >&2; exit 3").await, broken("3: no wheels"));
         assert_eq!(script("exit 0").await, broken("0 without output"));
         assert_eq!(script("exec sleep 1000").await, Answer::Silent);
-        assert_eq!(script("exec yes version 9.1").await, Answer::Said("version 9.1".into()));
+        assert_eq!(script("exec yes version 9.1").await, Answer::Printed("version 9.1".into()));
         assert_eq!(ask("/nonexistent/program".as_ref(), "-v").await, Answer::Missing);
         let Answer::Broken(why) = ask("/etc/hostname".as_ref(), "-v").await else { panic!("it ran") };
         assert!(why.starts_with("cannot be run: "), "{why}");

@@ -15,7 +15,7 @@ use serde_json::Value;
 use super::{
     PATIENCE,
     containerd::{HAS_CONTROLLERS, OWN_SANDBOXER},
-    cri::{self, MAX_ANSWER_BYTES, Told},
+    cri::{self, MAX_ANSWER_BYTES, RuntimeStatus},
     program,
     verdict::{Check, Fix, Subject},
 };
@@ -40,8 +40,8 @@ pub struct Endangered {
 
 /// Reads which pods are endangered; `None` if containerd does not respond or has no handler with another controller.
 pub async fn read(reading: &cri::Reading) -> Option<Result<Vec<Endangered>, String>> {
-    let told = reading.told()?;
-    let handlers = handlers(told);
+    let runtime = reading.runtime()?;
+    let handlers = handlers(runtime);
     if handlers.is_empty() {
         return None;
     }
@@ -50,8 +50,8 @@ pub async fn read(reading: &cri::Reading) -> Option<Result<Vec<Endangered>, Stri
 }
 
 /// Returns the runtime handlers whose pods have another controller.
-fn handlers(told: &Told) -> Vec<String> {
-    let runtimes = told.config.get("containerd").and_then(|containerd| containerd.get("runtimes"));
+fn handlers(runtime: &RuntimeStatus) -> Vec<String> {
+    let runtimes = runtime.config.get("containerd").and_then(|containerd| containerd.get("runtimes"));
     let all = runtimes.and_then(Value::as_object).into_iter().flatten();
     let others = all.filter(|(_, handler)| {
         let controller = handler.get("sandboxer").and_then(Value::as_str).unwrap_or_default();
@@ -84,14 +84,14 @@ fn endangered(all: Vec<PodSandbox>, handlers: &[String]) -> Vec<Endangered> {
 
 /// Checks that no pod has a dead sandbox beside the running one.
 pub fn judge(reading: &cri::Reading, found: Option<&Result<Vec<Endangered>, String>>) -> Check {
-    let Some(told) = reading.told() else { return SANDBOXES.not_applicable("no containerd answers") };
-    if program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
-        return SANDBOXES.not_applicable(format!("containerd {} knows it", told.version));
+    let Some(runtime) = reading.runtime() else { return SANDBOXES.not_applicable("no containerd answers") };
+    if program::version(&runtime.version).is_some_and(|version| version < HAS_CONTROLLERS) {
+        return SANDBOXES.not_applicable(format!("containerd {} knows it", runtime.version));
     }
     let endangered = match found {
         None => return SANDBOXES.not_applicable("containerd has no runtime handler with another controller"),
         Some(Err(why)) => {
-            let seen = format!("cannot list the pods of containerd {}: {why}", told.version);
+            let seen = format!("cannot list the pods of containerd {}: {why}", runtime.version);
             return SANDBOXES.warning(seen, super::ask_again());
         }
         Some(Ok(endangered)) => endangered,
@@ -127,14 +127,14 @@ mod tests {
         let runtimes = json!({
             "sandboxer": { "sandboxer": "sandboxer" }, "runc": { "sandboxer": "podsandbox" }, "old": {},
         });
-        let told = Told {
+        let runtime = RuntimeStatus {
             name: "containerd".into(),
             version: version.into(),
             pid: None,
             config: json!({ "containerd": { "runtimes": runtimes } }),
             network: Ok(()),
         };
-        cri::Reading { endpoint: "unix:///c.sock".into(), told: Ok(told) }
+        cri::Reading { endpoint: "unix:///c.sock".into(), runtime: Ok(runtime) }
     }
 
     fn sandbox(id: &str, pod: &str, uid: &str, state: PodSandboxState, handler: &str) -> PodSandbox {
@@ -163,7 +163,7 @@ mod tests {
             sandbox("7", "runc", "u5", Dead, "runc"),
             sandbox("8", "runc", "u5", Ready, "runc"),
         ];
-        let handlers = handlers(reading("v2.4.2").told().unwrap());
+        let handlers = handlers(reading("v2.4.2").runtime().unwrap());
         assert_eq!(handlers, ["sandboxer"]);
         let found = endangered(all, &handlers);
         assert_eq!(found, [Endangered { pod: "web/both".into(), dead: vec!["1".into(), "3".into()] }]);
@@ -190,7 +190,7 @@ mod tests {
         let fix = judge(&reading("v2.4.2"), Some(&Ok(endangered(5)))).fix.unwrap();
         assert_eq!(fix.commands.len(), 5);
         assert_eq!(fix.commands[4], "crictl rmp id4");
-        let none = cri::Reading { endpoint: "x".into(), told: Err("gone".into()) };
+        let none = cri::Reading { endpoint: "x".into(), runtime: Err("gone".into()) };
         assert_eq!(judge(&none, None).verdict, Verdict::NotApplicable);
     }
 }

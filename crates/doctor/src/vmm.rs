@@ -37,7 +37,7 @@ impl Reading {
     /// Returns the line that the program printed, or the reason why it printed nothing.
     fn line(&self) -> Result<&str, String> {
         match &self.answer {
-            Answer::Said(line) => Ok(line),
+            Answer::Printed(line) => Ok(line),
             Answer::Missing => Err(format!("{:?} does not exist", self.program)),
             Answer::Broken(how) => Err(format!("{:?} {how}", self.program)),
             Answer::Silent => Err(program::too_slow(&self.program)),
@@ -79,7 +79,7 @@ fn judge_qemu(reading: &Reading) -> Check {
         Fix::commands("install it, or set vm.qemu in the configuration", ["apt-get install qemu-system-x86"])
     };
     match answer {
-        Answer::Said(line) => match version::QEMU.parse(line, String::new()) {
+        Answer::Printed(line) => match version::QEMU.parse(line, String::new()) {
             Ok(version) => QEMU.ok(version),
             Err(VersionError::Unsupported { version, supported, .. }) => {
                 QEMU.warning(version, Fix::words(format!("use QEMU {supported}; older ones are not tested")))
@@ -152,10 +152,10 @@ mod tests {
     #[test]
     fn qemu_must_answer_and_be_qemu() {
         for (answer, verdict, seen) in [
-            (Answer::Said("QEMU emulator version 7.2.22 (Debian)".into()), Verdict::Ok, "7.2.22 (Debian)"),
-            (Answer::Said("QEMU emulator version 10.0.2".into()), Verdict::Ok, "10.0.2"),
-            (Answer::Said("QEMU emulator version 5.2.0".into()), Verdict::Warning, "5.2.0"),
-            (Answer::Said("hello".into()), Verdict::Failure, "\"vmm\" is not QEMU: it printed \"hello\""),
+            (Answer::Printed("QEMU emulator version 7.2.22 (Debian)".into()), Verdict::Ok, "7.2.22 (Debian)"),
+            (Answer::Printed("QEMU emulator version 10.0.2".into()), Verdict::Ok, "10.0.2"),
+            (Answer::Printed("QEMU emulator version 5.2.0".into()), Verdict::Warning, "5.2.0"),
+            (Answer::Printed("hello".into()), Verdict::Failure, "\"vmm\" is not QEMU: it printed \"hello\""),
             (Answer::Missing, Verdict::Failure, "\"vmm\" does not exist"),
             (Answer::Broken("ended with 3".into()), Verdict::Failure, "\"vmm\" ended with 3"),
             (Answer::Silent, Verdict::Warning, "\"vmm\" is slow: no version within 5s"),
@@ -171,12 +171,12 @@ mod tests {
         assert_eq!(check.verdict, Verdict::NotApplicable);
         assert_eq!(check.seen, "pods run in Cloud Hypervisor; \"vmm\" does not exist");
 
-        let said = |line: &str| Answer::Said(line.into());
+        let printed = |line: &str| Answer::Printed(line.into());
         let (na, ok) = (Verdict::NotApplicable, Verdict::Ok);
-        for (answer, with_auto, asked_for) in [
-            (said("cloud-hypervisor v52.0"), ok, ok),
-            (said("cloud-hypervisor v51.0"), Verdict::Warning, Verdict::Failure),
-            (said("hello"), Verdict::Warning, Verdict::Failure),
+        for (answer, auto, named) in [
+            (printed("cloud-hypervisor v52.0"), ok, ok),
+            (printed("cloud-hypervisor v51.0"), Verdict::Warning, Verdict::Failure),
+            (printed("hello"), Verdict::Warning, Verdict::Failure),
             (Answer::Missing, na, Verdict::Failure),
             (Answer::Broken("ended with 1".into()), Verdict::Warning, Verdict::Failure),
             (Answer::Silent, Verdict::Warning, Verdict::Failure),
@@ -184,7 +184,7 @@ mod tests {
             let reading = reading(answer);
             let verdict = |configured| cloud_hypervisor(configured, &reading).verdict;
             let verdicts = [VmmChoice::Auto, VmmChoice::CloudHypervisor, VmmChoice::Qemu].map(verdict);
-            assert_eq!(verdicts, [with_auto, asked_for, na], "{reading:?}");
+            assert_eq!(verdicts, [auto, named, na], "{reading:?}");
         }
         let missing = cloud_hypervisor(VmmChoice::CloudHypervisor, &reading(Answer::Missing));
         assert!(
@@ -195,12 +195,15 @@ mod tests {
 
     #[test]
     fn firecracker_must_be_there_if_it_is_named() {
-        let said = |line: &str| reading(Answer::Said(line.into()));
-        let known = said("Firecracker v1.16.1");
+        let printed = |line: &str| reading(Answer::Printed(line.into()));
+        let known = printed("Firecracker v1.16.1");
         assert_eq!(firecracker(VmmChoice::Firecracker, &known).verdict, Verdict::Ok);
-        for unusable in
-            [said("Firecracker v1.13.0"), said("hello"), reading(Answer::Missing), reading(Answer::Silent)]
-        {
+        for unusable in [
+            printed("Firecracker v1.13.0"),
+            printed("hello"),
+            reading(Answer::Missing),
+            reading(Answer::Silent),
+        ] {
             let check = firecracker(VmmChoice::Firecracker, &unusable);
             assert_eq!(check.verdict, Verdict::Failure, "{unusable:?}");
             assert!(check.to_string().contains("v1.14 to v1.16, or set vm.firecracker"), "{check}");
@@ -208,16 +211,16 @@ mod tests {
         for configured in [VmmChoice::Auto, VmmChoice::Qemu, VmmChoice::CloudHypervisor] {
             assert_eq!(firecracker(configured, &known).verdict, Verdict::NotApplicable);
         }
-        let other = cloud_hypervisor(VmmChoice::Firecracker, &said("cloud-hypervisor v53.0"));
+        let other = cloud_hypervisor(VmmChoice::Firecracker, &printed("cloud-hypervisor v53.0"));
         assert_eq!(other.verdict, Verdict::NotApplicable, "{other}");
     }
 
     #[test]
     fn left_the_choice_it_is_cloud_hypervisor_where_that_and_kvm_can_be_used() {
         let auto = sandboxer_config::Config::default().vm;
-        let with = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
-        let known = reading(Answer::Said("cloud-hypervisor v53.0".into()));
-        let old = reading(Answer::Said("cloud-hypervisor v51.0".into()));
+        let config_of = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
+        let known = reading(Answer::Printed("cloud-hypervisor v53.0".into()));
+        let old = reading(Answer::Printed("cloud-hypervisor v51.0".into()));
         let (usable, silent) = (kvm::Reading::Usable(4e7), kvm::Reading::Silent);
         let slow = kvm::Reading::Unusable(sandboxer_vmm::kvm::KvmUnusable::Slow { rate: 1e6 });
         let ch = Some("Cloud Hypervisor");
@@ -226,11 +229,11 @@ mod tests {
             (&auto, &usable, &old, None),
             (&auto, &silent, &known, None),
             (&auto, &slow, &known, None),
-            (&with(VmmChoice::Auto, Accelerator::Kvm), &slow, &known, ch),
-            (&with(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, None),
-            (&with(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, None),
-            (&with(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, ch),
-            (&with(VmmChoice::Firecracker, Accelerator::Auto), &silent, &known, Some("Firecracker")),
+            (&config_of(VmmChoice::Auto, Accelerator::Kvm), &slow, &known, ch),
+            (&config_of(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, None),
+            (&config_of(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, None),
+            (&config_of(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, ch),
+            (&config_of(VmmChoice::Firecracker, Accelerator::Auto), &silent, &known, Some("Firecracker")),
         ] {
             assert_eq!(other_than_qemu(config, kvm, reading), there, "{config:?} {kvm:?} {reading:?}");
         }

@@ -14,7 +14,7 @@ use nix::sys::epoll::EpollFlags;
 
 use crate::{
     frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE, TooLong},
-    journal::{HeldConnection, HeldRequest, Journal, Record},
+    journal::{Journal, Record, RecordedConnection, RecordedRequest},
     log::log,
     outbox::Outbox,
     store::Stored,
@@ -59,7 +59,7 @@ impl Numbers {
     }
 
     /// Returns the next number that is not `taken`.
-    fn next_but(&mut self, taken: impl Fn(u32) -> bool) -> u32 {
+    fn next_free(&mut self, taken: impl Fn(u32) -> bool) -> u32 {
         loop {
             let number = self.0;
             self.0 = number.wrapping_add(2);
@@ -91,13 +91,13 @@ pub struct Files {
 impl Files {
     /// Creates empty files.
     pub fn create() -> io::Result<Self> {
-        Ok(Self { received: Received::with(&[])?, answers: Answers::with(&[])? })
+        Ok(Self { received: Received::create(&[])?, answers: Answers::create(&[])? })
     }
 
     /// Returns the journal's description of a new connection, without bytes, with the socket `client`.
-    pub fn held(&self, client: RawFd) -> HeldConnection {
+    pub fn description(&self, client: RawFd) -> RecordedConnection {
         let fds = [client, self.received.as_raw_fd(), self.answers.as_raw_fd()];
-        HeldConnection { fds, requests: BTreeMap::new() }
+        RecordedConnection { fds, requests: BTreeMap::new() }
     }
 }
 
@@ -143,12 +143,12 @@ impl Unanswered {
 
     /// Returns the error for a request that is not sent to another worker.
     fn error_message(&self) -> String {
-        let of = |id: &str| format!(" of container {}", id.escape_debug());
+        let of_container = |id: &str| format!(" of container {}", id.escape_debug());
         format!(
             "{}{} failed: {} workers of sandboxer have died while they handled it, so it is not repeated; see sandboxer's \
              log for their exit statuses",
             self.frame.method().unwrap_or("a request").escape_debug(),
-            self.frame.container().map(of).unwrap_or_default(),
+            self.frame.container().map(of_container).unwrap_or_default(),
             self.deaths,
         )
     }
@@ -174,7 +174,7 @@ impl Connection {
     pub fn reopen(
         id: u64,
         [client, received, answers]: [Stored; 3],
-        held: &HeldConnection,
+        recorded: &RecordedConnection,
         journal: &mut Journal,
         numbers: &mut Numbers,
     ) -> io::Result<Self> {
@@ -205,7 +205,7 @@ impl Connection {
                 return Err(io::ErrorKind::InvalidData.into());
             }
             if !answered.contains(&frame.stream()) {
-                let known = held.requests.get(&frame.stream()).cloned();
+                let known = recorded.requests.get(&frame.stream()).cloned();
                 connection.accept(frame, known, journal, numbers);
             }
         }
@@ -215,11 +215,11 @@ impl Connection {
     }
 
     /// Returns the journal's description of the connection.
-    fn held(&self) -> HeldConnection {
-        let request = |(number, of): (&u32, &Unanswered)| {
-            (of.stream, HeldRequest { number: *number, deaths: of.deaths })
+    fn description(&self) -> RecordedConnection {
+        let request = |(number, request): (&u32, &Unanswered)| {
+            (request.stream, RecordedRequest { number: *number, deaths: request.deaths })
         };
-        HeldConnection {
+        RecordedConnection {
             fds: [self.client.as_raw_fd(), self.received.as_raw_fd(), self.to_client.as_raw_fd()],
             requests: self.unanswered.iter().map(request).collect(),
         }
@@ -241,12 +241,12 @@ impl Connection {
             received.extend(frame.bytes());
         }
         received.extend(self.from_client.rest());
-        let files = Received::with(&received)
-            .and_then(|received| Ok((received, Answers::with(&self.to_client.unsent()?)?)));
+        let files = Received::create(&received)
+            .and_then(|received| Ok((received, Answers::create(&self.to_client.unsent()?)?)));
         let Ok((received, answers)) = files else { return };
         // The old files are open until the journal names the new ones.
         let _old = (mem::replace(&mut self.received, received), mem::replace(&mut self.to_client, answers));
-        journal.add(&Record::Connection { id: self.id, of: self.held() });
+        journal.add(&Record::Connection { id: self.id, connection: self.description() });
     }
 
     /// Returns containerd's end.
@@ -298,7 +298,7 @@ impl Connection {
 
     /// Handles the end of the worker: forwards its remaining responses, then closes the link. `died`: the worker exited
     /// unexpectedly, possibly because of one of its requests.
-    pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool, journal: &mut Journal) {
+    pub fn worker_exited(&mut self, scratch: &mut [u8], died: bool, journal: &mut Journal) {
         while self.read_link(scratch) == Side::Open {}
         self.link = None;
         self.links = 0;
@@ -373,7 +373,7 @@ impl Connection {
     fn accept(
         &mut self,
         mut frame: Frame,
-        known: Option<HeldRequest>,
+        known: Option<RecordedRequest>,
         journal: &mut Journal,
         numbers: &mut Numbers,
     ) -> Option<u32> {
@@ -384,10 +384,10 @@ impl Connection {
             self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).bytes());
             return None;
         }
-        let HeldRequest { number, deaths } = known.unwrap_or_else(|| {
-            let number = numbers.next_but(|number| self.unanswered.contains_key(&number));
+        let RecordedRequest { number, deaths } = known.unwrap_or_else(|| {
+            let number = numbers.next_free(|number| self.unanswered.contains_key(&number));
             journal.add(&Record::Request { connection: self.id, stream, number });
-            HeldRequest { number, deaths: 0 }
+            RecordedRequest { number, deaths: 0 }
         });
         frame.set_repeated(false);
         frame.set_stream(number);

@@ -36,7 +36,7 @@ pub struct TooLong(usize);
 
 impl Frame {
     /// Returns the frame with these bytes; `None` if they are not a whole frame.
-    pub fn of(bytes: Vec<u8>) -> Option<Self> {
+    pub fn parse(bytes: Vec<u8>) -> Option<Self> {
         let whole = bytes.first_chunk::<4>().filter(|_| bytes.len() >= HEADER)?;
         (bytes.len() == HEADER + u32::from_be_bytes(*whole) as usize).then_some(Self(bytes))
     }

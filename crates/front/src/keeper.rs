@@ -44,7 +44,7 @@ use crate::{
 /// The variable with which the front gets the process ID of its keeper.
 pub const KEEPER: &str = "SANDBOXER_KEEPER";
 /// The most descriptors: their names must fit in one variable of 128 KiB.
-const MOST: usize = 16384;
+const MAX_DESCRIPTORS: usize = 16384;
 /// The pause after a front that was killed, in which the operations that it began finish.
 const KILLED_PAUSE: Duration = Duration::from_millis(50);
 
@@ -69,8 +69,8 @@ pub fn keep(arguments: &[OsString]) -> io::Result<ExitCode> {
         outer: env::var_os("NOTIFY_SOCKET"),
         socket,
         signals,
-        ending: false,
-        kept: Vec::new(),
+        is_ending: false,
+        descriptors: Vec::new(),
     };
     let mut back_off = BackOff::default();
     loop {
@@ -84,7 +84,7 @@ pub fn keep(arguments: &[OsString]) -> io::Result<ExitCode> {
         };
         let pause = match ended {
             WaitStatus::Exited(_, code) => return Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
-            _ if keeper.ending => return Ok(ExitCode::SUCCESS),
+            _ if keeper.is_ending => return Ok(ExitCode::SUCCESS),
             WaitStatus::Signaled(_, Signal::SIGKILL, _) => KILLED_PAUSE,
             _ => back_off.after(Some(since.elapsed())).max(KILLED_PAUSE),
         };
@@ -100,12 +100,12 @@ struct Keeper {
     outer: Option<OsString>,
     socket: OwnedFd,
     signals: SignalFd,
-    ending: bool,
-    kept: Vec<(String, OwnedFd)>,
+    is_ending: bool,
+    descriptors: Vec<(String, OwnedFd)>,
 }
 
 impl Keeper {
-    /// Starts a front with all kept descriptors.
+    /// Starts a front with all descriptors in the store.
     #[expect(clippy::disallowed_methods, reason = "this process has one thread")]
     fn start(&self) -> io::Result<Pid> {
         let keeper = getpid();
@@ -125,16 +125,16 @@ impl Keeper {
     /// Executes the front, as systemd does with a service that has descriptors in its store.
     fn become_front(&self, keeper: Pid) -> io::Result<std::convert::Infallible> {
         let mut moves: Vec<_> =
-            self.kept.iter().zip(3..).map(|((_, fd), to)| (fd.as_raw_fd(), Some(to))).collect();
+            self.descriptors.iter().zip(3..).map(|((_, fd), to)| (fd.as_raw_fd(), Some(to))).collect();
         store::place(&mut moves)?;
         for (fd, _) in &moves {
             // SAFETY: the descriptor was just put at this number.
             fcntl(unsafe { std::os::fd::BorrowedFd::borrow_raw(*fd) }, FcntlArg::F_SETFD(FdFlag::empty()))?;
         }
-        let names: Vec<_> = self.kept.iter().map(|(name, _)| name.as_str()).collect();
+        let names: Vec<_> = self.descriptors.iter().map(|(name, _)| name.as_str()).collect();
         let variables = [
             ("NOTIFY_SOCKET", self.address.clone()),
-            (STORE, MOST.to_string().into()),
+            (STORE, MAX_DESCRIPTORS.to_string().into()),
             (KEEPER, keeper.to_string().into()),
             ("LISTEN_PID", getpid().to_string().into()),
             ("LISTEN_FDS", names.len().to_string().into()),
@@ -150,15 +150,15 @@ impl Keeper {
     fn wait(&mut self, front: Option<Pid>, until: Option<Instant>) -> WaitStatus {
         loop {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            if left == Some(Duration::ZERO) || front.is_none() && self.ending {
+            if left == Some(Duration::ZERO) || front.is_none() && self.is_ending {
                 return WaitStatus::StillAlive;
             }
-            let of = |fd| PollFd::new(fd, PollFlags::POLLIN);
+            let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
             let left = left.map_or(PollTimeout::NONE, |left| left.try_into().unwrap_or(PollTimeout::MAX));
-            let _ = poll(&mut [of(self.socket.as_fd()), of(self.signals.as_fd())], left);
+            let _ = poll(&mut [readable(self.socket.as_fd()), readable(self.signals.as_fd())], left);
             while let Ok(Some(signal)) = self.signals.read_signal() {
                 let signal = Signal::try_from(signal.ssi_signo.cast_signed());
-                self.ending |= matches!(signal, Ok(Signal::SIGTERM | Signal::SIGINT));
+                self.is_ending |= matches!(signal, Ok(Signal::SIGTERM | Signal::SIGINT));
                 if let (Some(front), Ok(signal)) = (front, signal)
                     && signal != Signal::SIGCHLD
                 {
@@ -199,7 +199,9 @@ impl Keeper {
                         // SAFETY: the kernel has just created these descriptors, and they have no other owner.
                         fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
-                    ControlMessageOwned::ScmCredentials(of) => trusted = of.uid() == geteuid().as_raw(),
+                    ControlMessageOwned::ScmCredentials(sender) => {
+                        trusted = sender.uid() == geteuid().as_raw()
+                    }
                     _ => {}
                 }
             }
@@ -214,12 +216,12 @@ impl Keeper {
         let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("stored");
         let says = |word: &str| text.lines().any(|line| line == word);
         if says("FDSTOREREMOVE=1") {
-            self.kept.retain(|(known, _)| known != name);
+            self.descriptors.retain(|(known, _)| known != name);
         } else if says("FDSTORE=1") {
             for fd in fds {
                 let same = |(_, known): &(String, OwnedFd)| store::is_same(known.as_raw_fd(), fd.as_raw_fd());
-                if self.kept.len() < MOST && !self.kept.iter().any(same) {
-                    self.kept.push((name.to_owned(), fd));
+                if self.descriptors.len() < MAX_DESCRIPTORS && !self.descriptors.iter().any(same) {
+                    self.descriptors.push((name.to_owned(), fd));
                 }
             }
         } else if let Some(outer) = &self.outer {

@@ -41,8 +41,8 @@ impl MemoryFile {
     }
 
     /// Records that the file is in the store as the journal of a generation.
-    pub fn is_journal(&mut self, generation: u32) {
-        self.0.is_journal(generation);
+    pub fn mark_as_journal(&mut self, generation: u32) {
+        self.0.mark_as_journal(generation);
     }
 
     /// Returns the file's length.

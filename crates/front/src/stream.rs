@@ -29,7 +29,7 @@ pub struct Received {
 
 impl Received {
     /// Creates a stream that has received these bytes.
-    pub fn with(bytes: &[u8]) -> io::Result<Self> {
+    pub fn create(bytes: &[u8]) -> io::Result<Self> {
         let file = MemoryFile::stored(bytes)?;
         Ok(Self { file, end: bytes.len() as u64 })
     }
@@ -107,7 +107,7 @@ pub struct Answers {
 
 impl Answers {
     /// Creates a stream with these bytes, none of which is sent.
-    pub fn with(bytes: &[u8]) -> io::Result<Self> {
+    pub fn create(bytes: &[u8]) -> io::Result<Self> {
         let file = MemoryFile::stored(bytes)?;
         Ok(Self { file, end: bytes.len() as u64, sent: 0, failed: None })
     }

@@ -54,7 +54,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// again, so the next worker need not wait.
 const GONE: Duration = Duration::from_secs(10);
 /// The interval at which the log mentions a worker that does not end.
-const TOLD_AGAIN: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// The number of descriptors that the front leaves free for its successor.
 const RESERVE: u64 = 64;
 
@@ -192,17 +192,17 @@ impl Worker {
 
     /// Creates a worker from its process and the front's end of the control socket.
     pub fn new(child: Child, control: Stored) -> Self {
-        Self::with(Process::Child(child), control)
+        Self::from_process(Process::Child(child), control)
     }
 
     /// Creates the record of a worker that was killed together with its front.
     pub fn orphan(process: Option<u32>, control: Stored) -> Self {
-        let mut worker = Self::with(Process::Orphan(process), control);
-        worker.is_killed();
+        let mut worker = Self::from_process(Process::Orphan(process), control);
+        worker.mark_killed();
         worker
     }
 
-    fn with(process: Process, control: Stored) -> Self {
+    fn from_process(process: Process, control: Stored) -> Self {
         Self { process, control, outgoing: VecDeque::new(), killed: None, ready: None, pulse: None }
     }
 
@@ -243,11 +243,11 @@ impl Worker {
             let _ = kill(Pid::from_raw(pid), signal);
         }
         if signal == Signal::SIGKILL {
-            self.is_killed();
+            self.mark_killed();
         }
     }
 
-    fn is_killed(&mut self) {
+    fn mark_killed(&mut self) {
         self.pulse = None;
         let now = Instant::now();
         let look = now + Duration::from_secs(1);
@@ -268,7 +268,7 @@ impl Worker {
         killed.look = now + Duration::from_secs(1);
         let waits = pid.and_then(waits_for);
         if now >= killed.tell {
-            killed.tell = now + TOLD_AGAIN;
+            killed.tell = now + LOG_INTERVAL;
             let process = pid.map_or_else(|| "of the front before".to_owned(), |pid| pid.to_string());
             let there = pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists());
             let why = waits.as_deref().unwrap_or(match there {

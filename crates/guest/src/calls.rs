@@ -5,11 +5,11 @@
 //! Here a session has one queue of bytes, and a call has space for its own response.
 //!
 //! A write never waits: bytes that the stream does not accept stay in the queue. So a guest that is busy or paused does
-//! not stop a call halfway, which would end the session, and with it every other call. [`Calls::room`] makes callers
-//! wait while the queue is long.
+//! not stop a call halfway, which would end the session, and with it every other call. [`Calls::wait_for_capacity`]
+//! makes callers wait while the queue is long.
 //!
 //! ```text
-//! call ─▶ room ─▶ queue ─▶ task ─▶ stream
+//! call ─▶ wait ─▶ queue ─▶ task ─▶ stream
 //! call ◀────── response ◀─ task ◀─ stream      both directions are checked by [`Follow`]
 //! ```
 
@@ -107,12 +107,12 @@ impl Calls {
     }
 
     /// Waits until the queue is short enough for another call; also returns at the end of the session.
-    pub async fn room(&self) {
+    pub async fn wait_for_capacity(&self) {
         self.wait_until(|session| session.queue.len() < MAX_WAITING).await;
     }
 
-    /// Returns whether [`Self::room`] would return at once.
-    pub fn has_room(&self) -> bool {
+    /// Returns whether [`Self::wait_for_capacity`] would return at once.
+    pub fn has_capacity(&self) -> bool {
         self.0.shared.lock().queue.len() < MAX_WAITING
     }
 
@@ -282,8 +282,8 @@ mod tests {
 
     use super::*;
 
-    fn client(room: usize) -> (AgentClient<Calls>, Calls, DuplexStream) {
-        let (ours, theirs) = tokio::io::duplex(room);
+    fn client(buffer_bytes: usize) -> (AgentClient<Calls>, Calls, DuplexStream) {
+        let (ours, theirs) = tokio::io::duplex(buffer_bytes);
         let calls = Calls::over(ours);
         (AgentClient::new(calls.clone()), calls, theirs)
     }
@@ -314,28 +314,28 @@ mod tests {
         assert!(dropped.is_err(), "nobody takes it");
 
         let stats = StatsRequest::new();
-        let asked = client.stats(with_duration(Duration::from_secs(60)), &stats);
-        let (answered, ()) = tokio::join!(asked, answer_last(&mut guest, 3));
+        let call = client.stats(with_duration(Duration::from_secs(60)), &stats);
+        let (answered, ()) = tokio::join!(call, answer_last(&mut guest, 3));
         answered.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_takes_nothing_is_not_asked_without_end() {
-        let (client, room, mut guest) = client(64);
+        let (client, calls, mut guest) = client(64);
         let long = WriteInputRequest { data: vec![7; 300 << 10], ..Default::default() };
-        let mut calls = 0;
-        while timeout(Duration::from_secs(1), room.room()).await.is_ok() {
+        let mut sent = 0;
+        while timeout(Duration::from_secs(1), calls.wait_for_capacity()).await.is_ok() {
             client.write_input(with_duration(Duration::from_secs(1)), &long).await.unwrap_err();
-            calls += 1;
+            sent += 1;
         }
-        assert_eq!(calls, 4, "1 MiB is reached with the fourth");
-        assert!(!room.has_room());
+        assert_eq!(sent, 4, "1 MiB is reached with the fourth");
+        assert!(!calls.has_capacity());
         let stats = StatsRequest::new();
-        let asked = async {
-            room.room().await;
+        let call = async {
+            calls.wait_for_capacity().await;
             client.stats(with_duration(Duration::from_secs(60)), &stats).await
         };
-        let (answered, ()) = tokio::join!(asked, answer_last(&mut guest, calls + 1));
+        let (answered, ()) = tokio::join!(call, answer_last(&mut guest, sent + 1));
         answered.unwrap();
     }
 
@@ -360,14 +360,14 @@ mod tests {
         calls.0.shared.lock().streams = u32::MAX / 2 - 2;
         let mut streams = Vec::new();
         for _ in 0..6 {
-            let asked = client.stats(Forever::default(), &stats);
+            let call = client.stats(Forever::default(), &stats);
             let answered = async {
                 let stream = next_call(&mut guest).await;
                 guest.write_all(&answer(stream, MESSAGE_TYPE_RESPONSE)).await.unwrap();
                 stream
             };
-            let (told, stream) = tokio::join!(asked, answered);
-            told.unwrap();
+            let (answered, stream) = tokio::join!(call, answered);
+            answered.unwrap();
             streams.push(stream);
         }
         assert_eq!((first, &streams[..]), (1, &[u32::MAX - 4, u32::MAX - 2, u32::MAX, 3, 5, 7][..]));
@@ -381,7 +381,7 @@ mod tests {
         for violation in [None, Some(Violation::NotAResponse(1))] {
             let (client, calls, mut guest) = client(1 << 10);
             let stats = StatsRequest::new();
-            let asked = client.stats(Forever::default(), &stats);
+            let call = client.stats(Forever::default(), &stats);
             let ended = async {
                 match violation {
                     None => guest.shutdown().await.unwrap(),
@@ -389,7 +389,7 @@ mod tests {
                 }
                 calls.end().await
             };
-            let (answered, ended) = tokio::join!(asked, ended);
+            let (answered, ended) = tokio::join!(call, ended);
             assert!(matches!(answered, Err(Error::Socket(_))), "{answered:?}");
             assert_eq!(ended, violation);
             let late = client.stats(Forever::default(), &stats).await;

@@ -8,7 +8,7 @@ use sandboxer_protocol::agent::{SyncClockRequest, SyncClockResponse};
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
     /// CLOCK_REALTIME of the host at the request, ns.
-    pub asked_ns: u64,
+    pub requested_ns: u64,
     /// Time from the request to the response.
     pub took: Duration,
     /// CLOCK_BOOTTIME of the guest, ns.
@@ -19,14 +19,14 @@ pub struct Reading {
 
 impl Reading {
     /// Creates a reading from a response.
-    pub fn of(asked_ns: u64, took: Duration, said: &SyncClockResponse) -> Self {
-        Self { asked_ns, took, boottime_ns: said.boottime_ns, realtime_ns: said.realtime_ns }
+    pub fn from_response(requested_ns: u64, took: Duration, response: &SyncClockResponse) -> Self {
+        Self { requested_ns, took, boottime_ns: response.boottime_ns, realtime_ns: response.realtime_ns }
     }
 
     /// Returns the time of the host's clock at which the guest read its own: the middle of the request, with an error
     /// of half its duration.
     fn host_ns(&self) -> u64 {
-        self.asked_ns.saturating_add(self.error_ns())
+        self.requested_ns.saturating_add(self.error_ns())
     }
 
     fn error_ns(&self) -> u64 {
@@ -50,15 +50,15 @@ mod tests {
 
     fn reading(took_ms: u64, guest_ms: u64) -> Reading {
         let took = Duration::from_millis(took_ms);
-        Reading { asked_ns: 1_000_000_000, took, boottime_ns: 7, realtime_ns: guest_ms * 1_000_000 }
+        Reading { requested_ns: 1_000_000_000, took, boottime_ns: 7, realtime_ns: guest_ms * 1_000_000 }
     }
 
     #[test]
     fn a_guest_is_told_the_middle_of_the_time_that_its_answer_took() {
-        let told = reading(10, 900).correction().unwrap();
-        assert_eq!((told.at_boottime_ns, told.realtime_ns), (7, 1_005_000_000));
-        let told = reading(10, 2000).correction().unwrap();
-        assert_eq!(told.realtime_ns, 1_005_000_000);
+        let correction = reading(10, 900).correction().unwrap();
+        assert_eq!((correction.at_boottime_ns, correction.realtime_ns), (7, 1_005_000_000));
+        let correction = reading(10, 2000).correction().unwrap();
+        assert_eq!(correction.realtime_ns, 1_005_000_000);
     }
 
     #[test]

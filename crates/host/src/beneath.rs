@@ -80,7 +80,7 @@ pub enum Access {
 
 impl Access {
     /// Returns the access that a disk needs.
-    pub fn of(read_only: bool) -> Self {
+    pub fn for_disk(read_only: bool) -> Self {
         if read_only { Self::Read } else { Self::ReadWrite }
     }
 }
@@ -248,7 +248,7 @@ impl Found {
     }
 
     /// Returns the file that `fd` refers to.
-    pub fn of(fd: OwnedFd) -> io::Result<Self> {
+    pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
         Self::new(fd)
     }
 

@@ -64,7 +64,8 @@ pub enum Figure {
         /// Number of samples; `None` if the source does not state it.
         n: Option<u32>,
         /// What `ms` is: a median, a mean, a bound or a bare number.
-        is: Kind,
+        #[serde(rename = "is")]
+        statistic: Kind,
         /// The time, ms.
         ms: f64,
         /// The 95th percentile, ms.
@@ -119,10 +120,10 @@ mod tests {
     #[test]
     fn only_distributions_have_a_median_and_only_measured_times_a_number_of_runs() {
         for anchor in all() {
-            let Figure::StartUp { is, n, cdf, .. } = &anchor.figure else { continue };
-            let (has_runs, is_median) = (n.is_some(), *is == Kind::Median);
+            let Figure::StartUp { statistic, n, cdf, .. } = &anchor.figure else { continue };
+            let (has_runs, is_median) = (n.is_some(), *statistic == Kind::Median);
             assert_eq!(!cdf.is_empty(), is_median, "{}", anchor.name());
-            match is {
+            match statistic {
                 Kind::Median => assert!(has_runs, "{}", anchor.name()),
                 Kind::Bound | Kind::Stated => assert!(!has_runs, "{}", anchor.name()),
                 Kind::Mean => {}

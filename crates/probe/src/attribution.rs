@@ -223,13 +223,13 @@ fn by_files_and_watches(
     let mut more = BTreeMap::new();
     for process in table.values().filter(|process| !skipped(process.pid) && !found.contains_key(&process.pid))
     {
-        let held: Vec<&PodIds> = pods
+        let owners: Vec<&PodIds> = pods
             .iter()
             .filter(|pod| process.files.iter().any(|file| file.contains(pod.pod.as_str())))
             .collect();
         let older = |pod: &str| ages.get(pod).is_none_or(|&age| process.started < age);
         let watched = process.watches.iter().find(|pid| found.get(pid).is_some_and(|tie| tie.pod.is_some()));
-        let tie = if let [pod] = held[..]
+        let tie = if let [pod] = owners[..]
             && !older(&pod.pod)
         {
             Some((Role::Helper, Some(pod.pod.clone()), "has a file of the pod open".to_owned()))
@@ -238,7 +238,8 @@ fn by_files_and_watches(
         } else if process.pid > 1 && parents.contains(&process.pid) {
             Some((Role::Daemon, None, "parent of a pod's process".to_owned()))
         } else {
-            held.first()
+            owners
+                .first()
                 .map(|_| (Role::Daemon, None, "older than the pods whose files it has open".to_owned()))
         };
         if let Some((role, pod, tie)) = tie {

@@ -68,10 +68,10 @@ pub enum BareBootError {
         source: io::Error,
     },
     /// The agent sent no ready message.
-    #[error("no ready message of the agent in a bare boot{said}")]
+    #[error("no ready message of the agent in a bare boot{output}")]
     Link {
         /// The VMM's output after a colon, or empty.
-        said: String,
+        output: String,
         /// The link's error.
         source: LinkError,
     },
@@ -96,10 +96,10 @@ impl BareBoot {
         let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(look)?;
         let words = line.split(|&byte| byte == 0).filter(|word| !word.is_empty());
         let arguments: Vec<OsString> = words.skip(1).map(|word| OsString::from_vec(word.to_vec())).collect();
-        Self::with(pid, program, arguments)
+        Self::new(pid, program, arguments)
     }
 
-    fn with(pid: i32, program: PathBuf, arguments: Vec<OsString>) -> Result<Self, BareBootError> {
+    fn new(pid: i32, program: PathBuf, arguments: Vec<OsString>) -> Result<Self, BareBootError> {
         let append = arguments.iter().skip_while(|word| *word != "-append").nth(1);
         let append = append.ok_or(BareBootError::Unknown { pid, reason: NO_LINE })?;
         let key = BootParams::parse(&append.to_string_lossy())
@@ -153,23 +153,23 @@ impl BareBoot {
         vmm.kill().await.map_err(host("kill a VMM"))?;
         match outcome? {
             Ok(took) => Ok(took),
-            Err(source) => Err(BareBootError::Link { said: said(vmm.stderr.take()).await, source }),
+            Err(source) => Err(BareBootError::Link { output: first_output(vmm.stderr.take()).await, source }),
         }
     }
 }
 
 /// Returns the arguments without `-add-fd fd=NUMBER,set=SET`, which name disk files that the other process inherited.
 fn without_files(arguments: Vec<OsString>) -> Vec<OsString> {
-    let mut kept = Vec::with_capacity(arguments.len());
+    let mut others = Vec::with_capacity(arguments.len());
     let mut words = arguments.into_iter();
     while let Some(word) = words.next() {
         if word == "-add-fd" {
             words.next();
         } else {
-            kept.push(word);
+            others.push(word);
         }
     }
-    kept
+    others
 }
 
 /// Returns an argument changed for a lone VM: its memory is a new file, its disks are empty, and its network interfaces
@@ -204,7 +204,7 @@ fn empty_disk(text: &str) -> Option<String> {
 }
 
 /// Returns the first output of a VMM that has ended, for an error.
-async fn said(stderr: Option<ChildStderr>) -> String {
+async fn first_output(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {
         let _ = stderr.take(MAX_OUTPUT_BYTES).read_to_string(&mut words).await;
@@ -234,9 +234,9 @@ mod tests {
     fn a_vmm_without_an_agent_is_not_imitated() {
         let key = LinkKey::random().to_hex();
         let whole = format!("-append|quiet sandboxer.link={key}|-chardev|socket,id=agent,fd=9,server=on");
-        assert!(BareBoot::with(1, "/bin/true".into(), words(&whole)).is_ok());
+        assert!(BareBoot::new(1, "/bin/true".into(), words(&whole)).is_ok());
         for part in ["-m|256M", "-append|quiet", &format!("-append|sandboxer.link={key}")] {
-            assert!(BareBoot::with(1, "/bin/true".into(), words(part)).is_err(), "{part}");
+            assert!(BareBoot::new(1, "/bin/true".into(), words(part)).is_err(), "{part}");
         }
     }
 
@@ -267,7 +267,7 @@ mod tests {
         fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let key = LinkKey::random().to_hex();
         let line = format!("-append|sandboxer.link={key}|-chardev|socket,id=agent,fd=9,server=on");
-        let boot = BareBoot::with(1, program, words(&line)).unwrap();
+        let boot = BareBoot::new(1, program, words(&line)).unwrap();
         let error = boot.run(Duration::from_secs(20)).await.unwrap_err();
         assert!(error.to_string().ends_with(": no such card"), "{error}");
     }

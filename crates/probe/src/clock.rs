@@ -24,10 +24,10 @@ impl Clock {
 
     /// Returns the clock of this host, from its kernel's command line.
     pub fn of_host() -> Self {
-        Self::told(&fs::read_to_string("/proc/cmdline").unwrap_or_default())
+        Self::from_command_line(&fs::read_to_string("/proc/cmdline").unwrap_or_default())
     }
 
-    fn told(command_line: &str) -> Self {
+    fn from_command_line(command_line: &str) -> Self {
         if command_line.split_whitespace().any(|word| word == MARK) { Clock::Virtual } else { Clock::Wall }
     }
 
@@ -71,9 +71,9 @@ mod tests {
 
     #[test]
     fn a_host_says_by_its_command_line_that_its_time_is_virtual() {
-        assert_eq!(Clock::told("console=ttyS0 node.clock=virtual quiet\n"), Clock::Virtual);
+        assert_eq!(Clock::from_command_line("console=ttyS0 node.clock=virtual quiet\n"), Clock::Virtual);
         for other in ["", "console=ttyS0 quiet", "node.clock=virtually", "xnode.clock=virtual"] {
-            assert_eq!(Clock::told(other), Clock::Wall, "{other}");
+            assert_eq!(Clock::from_command_line(other), Clock::Wall, "{other}");
         }
     }
 

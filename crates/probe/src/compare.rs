@@ -24,7 +24,8 @@ pub const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sh
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Names of the two results.
-    pub of: [String; 2],
+    #[serde(rename = "of")]
+    pub names: [String; 2],
     /// Clock of both results.
     pub clock: Clock,
     /// Differences that make the two results incomparable; empty if they are comparable.
@@ -101,7 +102,7 @@ pub enum CompareError {
     #[error(
         "times of {a} are {} and those of {b} are {}: their ratio has no meaning. Compare runs with the same clock; ratios \
          of one run, such as those to runc, can be read beside each other",
-        of[0].ms(), of[1].ms()
+        clocks[0].ms(), clocks[1].ms()
     )]
     Clocks {
         /// Name of the first result.
@@ -109,7 +110,7 @@ pub enum CompareError {
         /// Name of the second result.
         b: String,
         /// Clock of each result.
-        of: [Clock; 2],
+        clocks: [Clock; 2],
     },
 }
 
@@ -117,7 +118,7 @@ pub enum CompareError {
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
-        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), of: clocks });
+        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), clocks });
     }
     let (startup, memory) = (startups(a, b), memories(a, b));
     if startup.is_empty() && memory.is_empty() {
@@ -125,7 +126,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     }
     let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
     Ok(Comparison {
-        of: [a.name.clone(), b.name.clone()],
+        names: [a.name.clone(), b.name.clone()],
         clock: clocks[0],
         not_comparable: facts("pod", &SAME_POD, &of_a.pod, &of_b.pod),
         differences: differences(a, b),
@@ -150,7 +151,7 @@ fn startups(a: &Loaded, b: &Loaded) -> Vec<StartUp> {
                 }
                 Mode::Serial | Mode::Sustained => {
                     let [a, b] = [a, b].map(|result| times(&result.samples, &of_a.runtime, of_a.mode));
-                    Ratio::of(&b, &a)
+                    Ratio::estimate(&b, &a)
                 }
             };
             Some(StartUp {
@@ -202,11 +203,11 @@ fn differences(a: &Loaded, b: &Loaded) -> Vec<Difference> {
             ));
         }
     }
-    for (flag, of) in
+    for (flag, is_set) in
         [("partial", [a.report.partial, b.report.partial]), ("quick", [a.report.quick, b.report.quick])]
     {
-        if of.contains(&true) {
-            differences.push(Difference { what: flag.into(), values: of.map(|flag| flag.to_string()) });
+        if is_set.contains(&true) {
+            differences.push(Difference { what: flag.into(), values: is_set.map(|flag| flag.to_string()) });
         }
     }
     differences

@@ -35,7 +35,7 @@ pub struct ExitsPerPod {
 
 impl ExitsPerPod {
     /// Returns the summary of `counts`; `None` if there are none.
-    pub fn of(mut counts: Vec<u64>) -> Option<Self> {
+    pub fn from_counts(mut counts: Vec<u64>) -> Option<Self> {
         counts.sort_unstable();
         Some(Self {
             n: counts.len(),
@@ -149,7 +149,10 @@ mod tests {
 
     #[test]
     fn of_no_counts_there_is_no_figure() {
-        assert_eq!(ExitsPerPod::of(Vec::new()), None);
-        assert_eq!(ExitsPerPod::of(vec![5, 1, 3, 9]), Some(ExitsPerPod { n: 4, min: 1, p50: 3, max: 9 }));
+        assert_eq!(ExitsPerPod::from_counts(Vec::new()), None);
+        assert_eq!(
+            ExitsPerPod::from_counts(vec![5, 1, 3, 9]),
+            Some(ExitsPerPod { n: 4, min: 1, p50: 3, max: 9 })
+        );
     }
 }

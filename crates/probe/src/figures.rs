@@ -32,7 +32,7 @@ pub struct Palette {
 
 impl Palette {
     /// Assigns colours to runtimes in the order of their first appearance.
-    pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>, workloads: &[Workload]) -> Self {
+    pub fn new<'a>(results: impl IntoIterator<Item = &'a Loaded>, workloads: &[Workload]) -> Self {
         let mut names: Vec<String> = Vec::new();
         let mut add = |name: &String| {
             if !names.contains(name) {
@@ -177,8 +177,8 @@ fn published(mode: &str, clock: Clock, palette: &Palette) -> Vec<Curve> {
     let anchors: Vec<Anchor> = anchors::all().into_iter().filter(|anchor| anchor.is_startup(mode)).collect();
     let curves = anchors.iter().filter_map(|anchor| match &anchor.figure {
         Published::StartUp { cdf, n: Some(n), group, .. } if !cdf.is_empty() => {
-            let of = if *group > 1 { format!("{n} × {group}") } else { format!("n = {n}") };
-            Some((format!("{} published, {of}, other hardware", anchor.system), cdf.clone()))
+            let samples = if *group > 1 { format!("{n} × {group}") } else { format!("n = {n}") };
+            Some((format!("{} published, {samples}, other hardware", anchor.system), cdf.clone()))
         }
         _ => None,
     });
@@ -216,12 +216,12 @@ fn stages(series: &Series, clock: Clock, palette: &Palette) -> Option<Figure> {
 fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
     let mut runtimes: Vec<&str> = report.memory.iter().map(|row| row.runtime.as_str()).collect();
     runtimes.dedup();
-    let curves = |of: &dyn Fn(&crate::report::Memory) -> f64| -> Vec<Curve> {
+    let curves = |kib: &dyn Fn(&crate::report::Memory) -> f64| -> Vec<Curve> {
         runtimes
             .iter()
             .map(|runtime| {
                 let rows = report.memory.iter().filter(|row| row.runtime == *runtime);
-                let points = rows.map(|row| (f64::from(row.pods), of(row) / 1024.0)).collect();
+                let points = rows.map(|row| (f64::from(row.pods), kib(row) / 1024.0)).collect();
                 Curve { name: (*runtime).to_owned(), points, ink: palette.ink(runtime), dots: true }
             })
             .collect()

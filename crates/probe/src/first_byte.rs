@@ -105,8 +105,8 @@ impl LogWatch {
 
 impl Drop for LogWatch {
     fn drop(&mut self) {
-        let told = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
-        if let (Ok(_), Some(thread)) = (told, self.thread.take()) {
+        let signalled = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let (Ok(_), Some(thread)) = (signalled, self.thread.take()) {
             let _ = thread.join();
         }
     }

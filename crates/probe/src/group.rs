@@ -25,7 +25,7 @@ impl Groups {
         let paths = if v2 {
             vec![root.join(name)]
         } else {
-            ["cpu", "memory"].map(|of| root.join(of).join(name)).into()
+            ["cpu", "memory"].map(|controller| root.join(controller).join(name)).into()
         };
         let mut made = Self { paths: Vec::new() };
         for path in paths {
@@ -120,8 +120,8 @@ mod tests {
         assert_eq!(text(double_v2.path().join("a/cpu.max")), "150000 100000");
         assert_eq!(text(double_v2.path().join("a/memory.max")), "268435456");
         let double_v1 = tempfile::tempdir().unwrap();
-        for of in ["cpu", "memory"] {
-            fs::create_dir(double_v1.path().join(of)).unwrap();
+        for controller in ["cpu", "memory"] {
+            fs::create_dir(double_v1.path().join(controller)).unwrap();
         }
         let groups = Groups::make(double_v1.path(), "a", LIMITS).unwrap();
         assert_eq!(groups.paths().len(), 2);

@@ -50,20 +50,19 @@ pub struct Reading {
 }
 
 impl Accounts {
-    /// Returns the accounts of the `counted` processes of `table`.
-    pub fn of(table: &Table, counted: &BTreeSet<i32>) -> Self {
-        Self::below(Path::new("/sys/fs/cgroup"), table, counted)
+    /// Returns the accounts of the processes `pids` of `table`.
+    pub fn new(table: &Table, pids: &BTreeSet<i32>) -> Self {
+        Self::below(Path::new("/sys/fs/cgroup"), table, pids)
     }
 
-    fn below(root: &Path, table: &Table, counted: &BTreeSet<i32>) -> Self {
+    fn below(root: &Path, table: &Table, pids: &BTreeSet<i32>) -> Self {
         // With cgroup v1, a process has several groups, so it is counted on its own.
         let group = |pid: &i32| match &table.get(pid)?.cgroups[..] {
             [path] if path.len() > 1 && !path.contains("/..") => Some(PathBuf::from(path)),
             _ => None,
         };
-        let others: Vec<PathBuf> =
-            table.keys().filter(|pid| !counted.contains(pid)).filter_map(group).collect();
-        let all: BTreeSet<PathBuf> = counted.iter().filter_map(group).collect();
+        let others: Vec<PathBuf> = table.keys().filter(|pid| !pids.contains(pid)).filter_map(group).collect();
+        let all: BTreeSet<PathBuf> = pids.iter().filter_map(group).collect();
         let whole: BTreeSet<PathBuf> = all
             .into_iter()
             .filter(|path| !others.iter().any(|other| other.starts_with(path)))
@@ -74,7 +73,7 @@ impl Accounts {
             whole.iter().filter(|path| !is_below_another(path)).cloned().collect();
         let alone =
             |pid: &&i32| !group(pid).is_some_and(|path| path.ancestors().any(|above| groups.contains(above)));
-        let processes = counted.iter().filter(alone).copied().collect();
+        let processes = pids.iter().filter(alone).copied().collect();
         Self { root: root.to_owned(), groups, processes }
     }
 
@@ -97,14 +96,14 @@ impl Accounts {
 impl Reading {
     /// Returns the time since an earlier reading. Everything that began later counts in full.
     pub fn since(&self, before: &Self) -> Duration {
-        let groups = self.groups.iter().map(|(path, now)| now.saturating_sub(of(&before.groups, path)));
+        let groups = self.groups.iter().map(|(path, now)| now.saturating_sub(time_of(&before.groups, path)));
         let threads =
-            self.threads.iter().map(|(thread, now)| now.saturating_sub(of(&before.threads, thread)));
+            self.threads.iter().map(|(thread, now)| now.saturating_sub(time_of(&before.threads, thread)));
         groups.chain(threads).sum()
     }
 }
 
-fn of<Key: Ord>(times: &BTreeMap<Key, Duration>, key: &Key) -> Duration {
+fn time_of<Key: Ord>(times: &BTreeMap<Key, Duration>, key: &Key) -> Duration {
     times.get(key).copied().unwrap_or_default()
 }
 

@@ -100,22 +100,22 @@ pub async fn take(
     let listed = runtime.pods(&Default::default()).await?;
     let containers = runtime.containers(None).await?;
     let mut pods = Vec::new();
-    let mut counted = BTreeSet::new();
+    let mut pod_ids = BTreeSet::new();
     for pod in &listed {
         if counts(pod) && pod.running {
-            counted.insert(pod.id.clone());
+            pod_ids.insert(pod.id.clone());
         }
         // A pod that is being removed has no status.
         let state = runtime.pod(&pod.id, true).await.ok();
         pods.push(PodIds {
             pod: pod.id.clone(),
             containers: containers.iter().filter(|c| c.pod == pod.id).map(|c| c.id.clone()).collect(),
-            pid: state.and_then(|state| told_pid(state.info.get("info")?)),
+            pid: state.and_then(|state| pid_in_info(state.info.get("info")?)),
         });
     }
     let cri = process::listener(runtime.socket());
     let known = Known { cri, resident: residents.clone(), ..Known::default() };
-    tokio::task::spawn_blocking(move || count(&pods, &counted, known))
+    tokio::task::spawn_blocking(move || count(&pods, &pod_ids, known))
         .await
         .map_err(|error| procfs::ProcError::Other(error.to_string()))?
 }
@@ -137,20 +137,20 @@ pub async fn take_own(processes: Vec<(i32, Role)>) -> Result<Ledger, LedgerError
 }
 
 /// Returns `pid` from a runtime's JSON information on a pod.
-pub fn told_pid(info: &str) -> Option<i32> {
+pub fn pid_in_info(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
     i32::try_from(info.get("pid")?.as_i64()?).ok().filter(|&pid| pid > 1)
 }
 
-fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Result<Ledger, LedgerError> {
+fn count(pods: &[PodIds], pod_ids: &BTreeSet<String>, mut known: Known) -> Result<Ledger, LedgerError> {
     let table = process::table()?;
     known.resident.retain(|pid| table.contains_key(pid));
     known.observers = process::lineage(&table, std::process::id() as i32);
     let attributed = attribution::attribute(&table, pods, &known);
-    let mut ledger = Ledger { pods: counted.len(), available_kib: pss::available()?, ..Ledger::default() };
-    let serving = serving(&table, &attributed, counted, &known);
+    let mut ledger = Ledger { pods: pod_ids.len(), available_kib: pss::available()?, ..Ledger::default() };
+    let serving = serving(&table, &attributed, pod_ids, &known);
     for (pid, found) in attributed {
-        if found.pod.as_ref().is_some_and(|pod| !counted.contains(pod)) {
+        if found.pod.as_ref().is_some_and(|pod| !pod_ids.contains(pod)) {
             continue;
         }
         // A resident process belongs to the ledger of the pods that it serves.
@@ -167,18 +167,18 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
 fn serving(
     table: &Table,
     found: &BTreeMap<i32, Found>,
-    counted: &BTreeSet<String>,
+    pod_ids: &BTreeSet<String>,
     known: &Known,
 ) -> BTreeSet<i32> {
     let residents: BTreeSet<i32> =
         found.iter().filter(|(_, tie)| tie.role == Role::Daemon).map(|(pid, _)| *pid).collect();
     let mut serving: BTreeSet<i32> =
-        residents.iter().copied().filter(|pid| serves(table, *pid, counted, known)).collect();
+        residents.iter().copied().filter(|pid| serves(table, *pid, pod_ids, known)).collect();
     let parent = |pid: &i32| table.get(pid).map(|process| process.parent);
     loop {
         let beside = |pid: &&i32| {
             parent(pid).is_some_and(|parent| serving.contains(&parent))
-                || serving.iter().any(|of| parent(of) == Some(**pid))
+                || serving.iter().any(|served| parent(served) == Some(**pid))
         };
         let more: Vec<i32> =
             residents.iter().filter(|pid| !serving.contains(pid)).filter(beside).copied().collect();
@@ -190,17 +190,17 @@ fn serving(
 }
 
 /// Returns whether a resident process serves these pods. A named one serves all; others need a tie to one of the pods.
-fn serves(table: &Table, pid: i32, counted: &BTreeSet<String>, known: &Known) -> bool {
+fn serves(table: &Table, pid: i32, pod_ids: &BTreeSet<String>, known: &Known) -> bool {
     if known.resident.contains(&pid) {
         return true;
     }
     let Some(process) = table.get(&pid) else { return false };
-    let of_counted = |text: &str| counted.iter().any(|id| text.contains(id.as_str()));
-    process.files.iter().any(|file| of_counted(file))
+    let of_pods = |text: &str| pod_ids.iter().any(|id| text.contains(id.as_str()));
+    process.files.iter().any(|file| of_pods(file))
         || table
             .values()
             .filter(|other| process.watches.contains(&other.pid) || other.parent == pid)
-            .any(|other| of_counted(&other.command) || other.cgroups.iter().any(|cgroup| of_counted(cgroup)))
+            .any(|other| of_pods(&other.command) || other.cgroups.iter().any(|cgroup| of_pods(cgroup)))
 }
 
 fn parts(pid: i32, role: Role) -> Result<BTreeMap<Role, u64>, PssError> {
@@ -218,9 +218,9 @@ mod tests {
 
     #[test]
     fn pids_are_taken_from_what_runtimes_tell() {
-        assert_eq!(told_pid(r#"{"pid": 4242, "processStatus": "running"}"#), Some(4242));
+        assert_eq!(pid_in_info(r#"{"pid": 4242, "processStatus": "running"}"#), Some(4242));
         for none in ["", "{}", r#"{"pid": 0}"#, r#"{"pid": "x"}"#] {
-            assert_eq!(told_pid(none), None, "{none}");
+            assert_eq!(pid_in_info(none), None, "{none}");
         }
     }
 
@@ -251,9 +251,9 @@ mod tests {
         let pods = ["pod-a", "pod-b"].map(|id| PodIds { pod: id.into(), ..PodIds::default() });
         let known = Known::default();
         let found = attribution::attribute(&table, &pods, &known);
-        let of = |pod: &str| serving(&table, &found, &[pod.to_owned()].into(), &known);
-        assert_eq!(of("pod-a"), [4, 5, 6, 7].into(), "{found:?}");
-        assert_eq!(of("pod-b"), [9].into());
+        let serving_pids = |pod: &str| serving(&table, &found, &[pod.to_owned()].into(), &known);
+        assert_eq!(serving_pids("pod-a"), [4, 5, 6, 7].into(), "{found:?}");
+        assert_eq!(serving_pids("pod-b"), [9].into());
     }
 
     #[test]

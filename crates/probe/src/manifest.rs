@@ -97,16 +97,16 @@ impl Manifest {
 
     /// Returns whether the pods of a handler or series are guests that a VMM emulates without KVM.
     pub fn is_emulated(&self, handler: &str) -> bool {
-        let is = |facts: &Facts, name: &str, of: &dyn Fn(&str) -> bool| {
-            facts.get(name).and_then(Value::as_str).is_some_and(of)
+        let has = |facts: &Facts, name: &str, matches: &dyn Fn(&str) -> bool| {
+            facts.get(name).and_then(Value::as_str).is_some_and(matches)
         };
-        let ours = |facts: &Facts| is(facts, "type", &|name| name.contains("sandboxer"));
+        let ours = |facts: &Facts| has(facts, "type", &|name| name.contains("sandboxer"));
         let handler = workload::run::handler(handler);
         if handler == VM {
-            let emulated = |facts| is(facts, "accelerator", &|name| name == "tcg");
+            let emulated = |facts| has(facts, "accelerator", &|name| name == "tcg");
             return self.runtimes.get(VM).is_some_and(emulated);
         }
-        is(&self.vmm, "accelerator", &|name| name == "tcg") && self.runtimes.get(handler).is_some_and(ours)
+        has(&self.vmm, "accelerator", &|name| name == "tcg") && self.runtimes.get(handler).is_some_and(ours)
     }
 
     /// Returns the load average over one minute before the run, per CPU.
@@ -121,7 +121,7 @@ fn text(path: impl AsRef<Path>) -> Option<String> {
 }
 
 /// Returns the text of a kernel file, or which file is missing.
-fn told(path: &str) -> Value {
+fn text_fact(path: &str) -> Value {
     text(path).map_or_else(|| not_measured(format!("cannot read {path}")), Value::from)
 }
 
@@ -156,11 +156,11 @@ fn host_facts(root: Option<&Path>) -> Facts {
             "virtual_machine".into(),
             json!(field("flags").is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"))),
         ),
-        ("smt".into(), told("/sys/devices/system/cpu/smt/control")),
+        ("smt".into(), text_fact("/sys/devices/system/cpu/smt/control")),
         ("numa_nodes".into(), if nodes == 0 { unknown("NUMA nodes") } else { json!(nodes) }),
         ("memory_kib".into(), memory.map_or_else(|| unknown("its memory"), Value::from)),
-        ("kernel".into(), told("/proc/sys/kernel/osrelease")),
-        ("governor".into(), told("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
+        ("kernel".into(), text_fact("/proc/sys/kernel/osrelease")),
+        ("governor".into(), text_fact("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         ("load_average_before".into(), load.map_or_else(|| unknown("its load"), Value::from)),
         (
             "cgroups".into(),
@@ -222,12 +222,12 @@ fn parsed(info: &HashMap<String, String>, name: &str) -> Value {
 }
 
 fn handler_facts(config: &Value, handler: &str) -> Facts {
-    let told = &config["containerd"]["runtimes"][handler];
-    let fact = |name: &str| match &told[name] {
+    let reported = &config["containerd"]["runtimes"][handler];
+    let fact = |name: &str| match &reported[name] {
         Value::Null => not_measured("the CRI runtime does not report it"),
         value => value.clone(),
     };
-    let snapshotter = match told["snapshotter"].as_str() {
+    let snapshotter = match reported["snapshotter"].as_str() {
         None | Some("") => fact("snapshotter"),
         Some(name) => json!(name),
     };
@@ -235,14 +235,17 @@ fn handler_facts(config: &Value, handler: &str) -> Facts {
         ("type".into(), fact("runtimeType")),
         ("sandboxer".into(), fact("sandboxer")),
         ("snapshotter".into(), snapshotter),
-        ("options".into(), told["options"].clone()),
+        ("options".into(), reported["options"].clone()),
     ]);
     // Two handlers of one type may each have their own shim.
-    if let Some(path) = told["runtimePath"].as_str().filter(|path| !path.is_empty()) {
+    if let Some(path) = reported["runtimePath"].as_str().filter(|path| !path.is_empty()) {
         facts.insert("shim".into(), json!(path));
         facts.insert("shim_sha256".into(), digest(Path::new(path)));
     }
-    facts.extend(sides::configuration(&told["options"]).map(|told| ("configuration".to_owned(), told)));
+    facts.extend(
+        sides::configuration(&reported["options"])
+            .map(|configuration| ("configuration".to_owned(), configuration)),
+    );
     facts
 }
 

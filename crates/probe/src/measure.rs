@@ -150,8 +150,8 @@ impl Bench {
             report.notes.push(format!("{} warm-up starts per runtime are not included", plan.warm_up));
         }
         end(&mut report, run.partial);
-        let kept = store.map_or(Ok(()), |store| store.report(&report, &run.samples));
-        or_partial(&mut report, kept);
+        let written = store.map_or(Ok(()), |store| store.report(&report, &run.samples));
+        mark_partial(&mut report, written);
         Ok((report, run.samples))
     }
 
@@ -199,11 +199,11 @@ impl Bench {
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);
         end(&mut report, taken.partial);
-        let kept = match unwritten {
+        let written = match unwritten {
             Some(error) => Err(error),
             None => store.map_or(Ok(()), |store| store.report(&report, &[])),
         };
-        or_partial(&mut report, kept);
+        mark_partial(&mut report, written);
         Ok((report, taken.points))
     }
 
@@ -314,8 +314,8 @@ fn end(report: &mut Report, partial: Option<String>) {
 }
 
 /// Writes the report. The returned report is complete even if writing fails.
-fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
-    let Err(error) = kept else { return };
+fn mark_partial(report: &mut Report, written: Result<(), StoreError>) {
+    let Err(error) = written else { return };
     let why = format!("cannot write the whole result: {}", chain(&error));
     report.partial = true;
     report.partial_reason = Some(match report.partial_reason.take() {

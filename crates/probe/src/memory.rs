@@ -197,7 +197,7 @@ impl Column<'_> {
                 ));
             }
             if ledger.pods != count as usize {
-                return Err(gone(handler, ledger.pods, count));
+                return Err(missing_pods(handler, ledger.pods, count));
             }
             self.residents.extend(ledger.residents());
             if let Some(vm) = self.vm(&ledger).await {
@@ -307,10 +307,10 @@ impl Column<'_> {
     /// Measures idle CPU time in each window. Nothing accesses the pods meanwhile.
     async fn idle_cpu(&self, ledger: &Ledger) -> Vec<f64> {
         let windows = self.sweep.idle;
-        let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
-        let counted: BTreeSet<i32> = counted.map(|entry| entry.pid).collect();
+        let overhead_pids = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
+        let overhead_pids: BTreeSet<i32> = overhead_pids.map(|entry| entry.pid).collect();
         let Ok(table) = process::table() else { return Vec::new() };
-        let accounts = Accounts::of(&table, &counted);
+        let accounts = Accounts::new(&table, &overhead_pids);
         let mut readings = Vec::new();
         for _ in 0..windows.in_each(self.sweep.repeat) {
             let (before, begun) = (accounts.read(), Instant::now());
@@ -342,7 +342,7 @@ impl Column<'_> {
 
 /// Returns an error's text for pods that were started and are gone: a figure of the others would be mistaken for one of
 /// all.
-fn gone(handler: &str, ready: usize, count: u32) -> String {
+fn missing_pods(handler: &str, ready: usize, count: u32) -> String {
     format!(
         "{handler}: only {ready} of {count} pods are still ready. Something else removed or stopped them. A kubelet removes pods that \
          its API server does not know: stop it while you measure (systemctl stop kubelet)"

@@ -41,18 +41,18 @@ pub struct Interval {
 impl Ratio {
     /// Returns the ratio of two sets of independent times, with a percentile bootstrap interval. `None` if one set is
     /// empty or b's median is zero. The same input gives the same interval: the generator's seed is fixed.
-    pub fn of(a: &[f64], b: &[f64]) -> Option<Self> {
+    pub fn estimate(a: &[f64], b: &[f64]) -> Option<Self> {
         Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(SEED))
     }
 
-    /// Same as [`Ratio::of`], with a given number of resamples and a given generator.
+    /// Same as [`Ratio::estimate`], with a given number of resamples and a given generator.
     pub fn resampled(a: &[f64], b: &[f64], resamples: usize, random: &mut impl Rng) -> Option<Self> {
         let p50 = over(median(a)?, median(b)?)?;
         let (mut of_a, mut of_b) = (vec![0.0; a.len()], vec![0.0; b.len()]);
         let ratios = (0..resamples)
             .filter_map(|_| over(draw(a, &mut of_a, random), draw(b, &mut of_b, random)))
             .collect();
-        Some(Self { p50, interval: Some(Interval::of(ratios)?) })
+        Some(Self { p50, interval: Some(Interval::from_ratios(ratios)?) })
     }
 
     /// Returns the ratio of the medians of all times in two sets of groups. Resamples groups, not their times, because
@@ -74,15 +74,15 @@ impl Ratio {
         let ratios = (0..resamples)
             .filter_map(|_| over(median(&draw_groups(a, random))?, median(&draw_groups(b, random))?))
             .collect();
-        Some(Self { p50, interval: Some(Interval::of(ratios)?) })
+        Some(Self { p50, interval: Some(Interval::from_ratios(ratios)?) })
     }
 
-    /// Same as [`Ratio::of`], for few values. If a side has fewer than [`FEW`], an interval from resamples is too
+    /// Same as [`Ratio::estimate`], for few values. If a side has fewer than [`FEW`], an interval from resamples is too
     /// narrow, so the interval is exact, from the ranks of the two sets (Hodges and Lehmann, by Mann and Whitney's
     /// statistic). With four values each, it is the whole range of ratios. If no interval from ranks has the level, it
     /// is the one from resamples.
     pub fn of_few(a: &[f64], b: &[f64]) -> Option<Self> {
-        let resampled = Self::of(a, b)?;
+        let resampled = Self::estimate(a, b)?;
         // No ratio to zero exists.
         let few = a.len().min(b.len()) < FEW && b.iter().all(|value| *value > 0.0);
         let excluded = few.then(|| excluded(a.len(), b.len())).flatten();
@@ -139,7 +139,7 @@ impl std::fmt::Display for Ratio {
 
 impl Interval {
     /// Returns the interval of a set of resampled ratios; `None` for an empty set.
-    fn of(mut ratios: Vec<f64>) -> Option<Self> {
+    fn from_ratios(mut ratios: Vec<f64>) -> Option<Self> {
         ratios.sort_by(f64::total_cmp);
         let tail = (1.0 - CONFIDENCE) / 2.0;
         let end = |part: f64| ratios.get((part * ratios.len() as f64) as usize).copied();
@@ -222,7 +222,7 @@ mod tests {
     fn intervals_hold_the_truth_as_often_as_they_say() {
         let mut random = SmallRng::seed_from_u64(7);
         let (runs, truth) = (400, 2.0);
-        let held = (0..runs)
+        let containing = (0..runs)
             .filter(|_| {
                 let (a, b) = (times(40, 200.0, &mut random), times(40, 100.0, &mut random));
                 let ratio = Ratio::resampled(&a, &b, 400, &mut random).unwrap();
@@ -230,7 +230,7 @@ mod tests {
             })
             .count();
         // Three standard errors of a proportion of 0.95 at 400 runs are 0.033.
-        let part = held as f64 / f64::from(runs);
+        let part = containing as f64 / f64::from(runs);
         assert!((part - CONFIDENCE).abs() < 0.033, "{part} of the intervals held the true ratio");
     }
 
@@ -238,18 +238,18 @@ mod tests {
     fn equal_series_show_no_difference_and_different_ones_do() {
         let mut random = SmallRng::seed_from_u64(8);
         let a = times(200, 100.0, &mut random);
-        assert!(Ratio::of(&a, &a).unwrap().shows_no_difference());
+        assert!(Ratio::estimate(&a, &a).unwrap().shows_no_difference());
         let b = times(200, 200.0, &mut random);
-        let ratio = Ratio::of(&b, &a).unwrap();
+        let ratio = Ratio::estimate(&b, &a).unwrap();
         assert!(!ratio.shows_no_difference(), "{ratio}");
-        assert_eq!(Ratio::of(&b, &a), Ratio::of(&b, &a));
+        assert_eq!(Ratio::estimate(&b, &a), Ratio::estimate(&b, &a));
     }
 
     #[test]
     fn intervals_of_few_values_hold_the_truth_at_least_as_often_as_they_say() {
         let mut random = SmallRng::seed_from_u64(9);
         for n in [4, 5, 7] {
-            let held = (0..400)
+            let containing = (0..400)
                 .filter(|_| {
                     let (a, b) = (times(n, 200.0, &mut random), times(n, 100.0, &mut random));
                     let ratio = Ratio::of_few(&a, &b).unwrap();
@@ -258,7 +258,7 @@ mod tests {
                     interval.contains(2.0)
                 })
                 .count();
-            let part = held as f64 / 400.0;
+            let part = containing as f64 / 400.0;
             // As above.
             assert!(part > CONFIDENCE - 0.033, "{part} of the intervals of {n} values held the true ratio");
         }
@@ -280,16 +280,16 @@ mod tests {
         let ratio = Ratio::of_few(&a, &b).unwrap();
         assert_eq!(ratio, Ratio { p50: 2.0, interval: Some(Interval { ci_low: 0.5, ci_high: 8.0 }) });
         // Too few for any interval from ranks, so the one from resamples is used.
-        assert_eq!(Ratio::of_few(&a[..2], &b), Ratio::of(&a[..2], &b));
+        assert_eq!(Ratio::of_few(&a[..2], &b), Ratio::estimate(&a[..2], &b));
         let many = times(8, 100.0, &mut SmallRng::seed_from_u64(1));
-        assert_eq!(Ratio::of_few(&many, &many), Ratio::of(&many, &many));
+        assert_eq!(Ratio::of_few(&many, &many), Ratio::estimate(&many, &many));
     }
 
     /// Returns groups of pods that share their group's luck: most of the spread is between groups.
     fn groups(n: usize, median: f64, random: &mut SmallRng) -> Vec<Vec<f64>> {
         times(n, median, random)
             .into_iter()
-            .map(|of| (0..6).map(|pod| of + f64::from(pod) / 10.0).collect())
+            .map(|group| (0..6).map(|pod| group + f64::from(pod) / 10.0).collect())
             .collect()
     }
 
@@ -348,8 +348,8 @@ mod tests {
 
     #[test]
     fn no_times_no_ratio() {
-        assert_eq!(Ratio::of(&[], &[1.0]), None);
-        assert_eq!(Ratio::of(&[1.0], &[0.0]), None);
+        assert_eq!(Ratio::estimate(&[], &[1.0]), None);
+        assert_eq!(Ratio::estimate(&[1.0], &[0.0]), None);
         assert_eq!(Ratio::of_few(&[1.0; 4], &[0.0; 4]), None);
     }
 }

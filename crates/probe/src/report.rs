@@ -129,7 +129,7 @@ impl Report {
     pub fn add_startup(&mut self, runtimes: &[String], samples: &[Sample], batches: &[Batch]) {
         for mode in Mode::ALL {
             for runtime in runtimes {
-                let series = Series::of(runtime, mode, samples, batches);
+                let series = Series::new(runtime, mode, samples, batches);
                 if series.summary.n > 0 {
                     self.series.push(series);
                 }
@@ -211,9 +211,10 @@ impl Report {
     }
 
     /// Returns the ratios worth more than their rows in a table: those with an interval, or with failures.
-    pub fn told_ratios(&self) -> impl Iterator<Item = &Comparison> {
-        let says_more = |of: &&Comparison| of.ratio.interval.is_some() || of.failures != [0, 0];
-        self.ratios.iter().filter(says_more)
+    pub fn notable_ratios(&self) -> impl Iterator<Item = &Comparison> {
+        let is_notable =
+            |comparison: &&Comparison| comparison.ratio.interval.is_some() || comparison.failures != [0, 0];
+        self.ratios.iter().filter(is_notable)
     }
 
     /// Returns the handlers to which a table's rows have a ratio: [`REFERENCE`], if it was measured, and the baseline.
@@ -280,9 +281,9 @@ impl Report {
         }
         self.notes.extend(failures.iter().map(|why| format!("a bare boot failed: {why}")));
         self.bare_boot = Some(Bare {
-            summary: Summary::of(boots, failures.len()),
+            summary: Summary::new(boots, failures.len()),
             like: like.to_owned(),
-            over: Ratio::of(&times(samples, like, Mode::Serial), boots),
+            over: Ratio::estimate(&times(samples, like, Mode::Serial), boots),
         });
     }
 
@@ -301,8 +302,8 @@ impl Report {
             for &point in &points {
                 groups.entry(point.ledger.pods).or_default().push(point);
             }
-            self.memory.extend(groups.into_values().map(|group| Memory::of(&group)));
-            match Marginal::of(&points) {
+            self.memory.extend(groups.into_values().map(|group| Memory::from_points(&group)));
+            match Marginal::fit(&points) {
                 Some(marginal) => drop(self.marginal_kib_per_pod.insert(runtime.clone(), marginal)),
                 None => drop(self.not_measured.insert(
                     format!("marginal_kib_per_pod.{runtime}"),

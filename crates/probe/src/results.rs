@@ -40,8 +40,10 @@ impl Results {
 
     /// Returns all runtimes, in the order of their first appearance.
     pub fn runtimes(&self) -> Vec<String> {
-        let of_workloads = self.workloads.iter().flat_map(|of| of.report.series.iter().map(|s| &s.runtime));
-        let of_startups = self.startups.iter().flat_map(|of| of.report.series.iter().map(|s| &s.runtime));
+        let of_workloads =
+            self.workloads.iter().flat_map(|result| result.report.series.iter().map(|s| &s.runtime));
+        let of_startups =
+            self.startups.iter().flat_map(|result| result.report.series.iter().map(|s| &s.runtime));
         let mut names: Vec<String> = Vec::new();
         for name in of_workloads.chain(of_startups) {
             if !names.contains(name) {

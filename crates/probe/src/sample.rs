@@ -89,7 +89,7 @@ pub struct Sample {
 
 impl Sample {
     /// Returns a start of this runtime for which only the measured time is known.
-    pub fn of(runtime: &str, mode: Mode, first_byte_ms: f64) -> Self {
+    pub fn new(runtime: &str, mode: Mode, first_byte_ms: f64) -> Self {
         Self {
             runtime: runtime.to_owned(),
             mode,
@@ -168,13 +168,13 @@ pub struct SampleWriter {
     file: File,
     clock: Clock,
     /// Size of the complete rows, bytes.
-    kept: u64,
+    whole_rows_bytes: u64,
 }
 
 impl SampleWriter {
     /// Writes the header to an empty file that is open for appending.
     pub fn new(file: File, clock: Clock) -> io::Result<Self> {
-        let mut writer = Self { file, clock, kept: 0 };
+        let mut writer = Self { file, clock, whole_rows_bytes: 0 };
         let stages = Stage::ALL.iter().map(|stage| format!("{stage}_ms"));
         let more = LAST_COLUMNS.iter().map(|&name| name.to_owned());
         writer.row(COLUMNS.iter().map(|&name| name.to_owned()).chain(stages).chain(more))?;
@@ -218,9 +218,9 @@ impl SampleWriter {
         let row = row.into_inner().map_err(csv::IntoInnerError::into_error)?;
         let written = self.file.write_all(&row);
         match written {
-            Ok(()) => self.kept += row.len() as u64,
+            Ok(()) => self.whole_rows_bytes += row.len() as u64,
             // A full disk leaves a partial row, which would be unreadable.
-            Err(_) => drop(self.file.set_len(self.kept)),
+            Err(_) => drop(self.file.set_len(self.whole_rows_bytes)),
         }
         written
     }

@@ -85,8 +85,8 @@ pub fn program(vmm: i32) -> Facts {
 /// the reason.
 pub fn configuration(options: &Value) -> Option<Value> {
     let path = Path::new(options.get("ConfigPath")?.as_str().filter(|path| !path.is_empty())?);
-    let told = read(path).and_then(|text| hypervisors(&text));
-    Some(told.unwrap_or_else(|why| not_measured(format!("{}: {why}", path.display()))))
+    let configured = read(path).and_then(|text| hypervisors(&text));
+    Some(configured.unwrap_or_else(|why| not_measured(format!("{}: {why}", path.display()))))
 }
 
 fn read(path: &Path) -> Result<String, String> {
@@ -104,8 +104,8 @@ fn hypervisors(text: &str) -> Result<Value, String> {
         .get("hypervisor")
         .and_then(toml::Value::as_table)
         .ok_or("it has no table [hypervisor.NAME]: it is of another runtime or version")?;
-    let told = tables.iter().filter_map(|(name, table)| Some((name.clone(), hypervisor(table.as_table()?))));
-    Ok(Value::Object(told.collect()))
+    let facts = tables.iter().filter_map(|(name, table)| Some((name.clone(), hypervisor(table.as_table()?))));
+    Ok(Value::Object(facts.collect()))
 }
 
 fn hypervisor(table: &toml::Table) -> Value {
@@ -128,8 +128,8 @@ mod tests {
 
     #[test]
     fn a_containers_look_is_three_lines() {
-        let told = json!({ "kernel": "6.1.192-sandboxer", "processors": 1, "memory_mib": 227 });
-        assert_eq!(seen("6.1.192-sandboxer\n1\n233000\n"), Some(told));
+        let expected = json!({ "kernel": "6.1.192-sandboxer", "processors": 1, "memory_mib": 227 });
+        assert_eq!(seen("6.1.192-sandboxer\n1\n233000\n"), Some(expected));
         for none in ["", "6.1\n", "6.1\n1\n", "\n1\n2\n", "sh: nproc: not found\nx\n1\n"] {
             assert_eq!(seen(none), None, "{none:?}");
         }
@@ -142,14 +142,14 @@ mod tests {
         let kernel = dir.path().join("vmlinux");
         fs::write(&kernel, "kernel").unwrap();
         let options = json!({ "ConfigPath": path });
-        let told = |text: &str| {
+        let facts_of = |text: &str| {
             fs::write(&path, text).unwrap();
             configuration(&options).unwrap()
         };
         let text = format!(
             "[hypervisor.qemu]\npath = \"/nowhere/qemu\"\nkernel = {kernel:?}\ndefault_memory = 256\nsecret = 1\n[runtime]\nx = 1\n"
         );
-        let qemu = &told(&text)["qemu"];
+        let qemu = &facts_of(&text)["qemu"];
         assert_eq!((&qemu["default_memory"], &qemu["secret"]), (&json!(256), &Value::Null));
         assert_eq!(qemu["kernel_sha256"].as_str().map(str::len), Some(64));
         let why = qemu["path_sha256"]["not_measured"].as_str().unwrap();
@@ -157,7 +157,7 @@ mod tests {
         for (text, words) in
             [("[runtime]\n", "another runtime or version"), ("[hypervisor", "configuration.toml: ")]
         {
-            let why = told(text)["not_measured"].as_str().unwrap().to_owned();
+            let why = facts_of(text)["not_measured"].as_str().unwrap().to_owned();
             assert!(why.contains(words) && why.contains("configuration.toml"), "{why}");
         }
         fs::remove_file(&path).unwrap();

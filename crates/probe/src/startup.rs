@@ -331,27 +331,27 @@ impl Runner {
     /// Returns the VMMs of started pods, by pod: as the daemon reports them, or else by their processes.
     async fn vmms<'a>(&self, starts: impl IntoIterator<Item = &'a Start>) -> BTreeMap<String, i32> {
         let mut vmms = BTreeMap::new();
-        let mut untold = Vec::new();
+        let mut untraced = Vec::new();
         for start in starts {
             let (Ok(()), Some(id)) = (&start.end, &start.pod_id) else { continue };
-            let told = match &self.trace {
+            let traced = match &self.trace {
                 Some(trace) => trace.pod(id).await.ok(),
                 None => None,
             };
-            match told {
+            match traced {
                 Some(pod) => drop(vmms.insert(id.clone(), pod.vmm_pid as i32)),
-                None => untold.push(PodIds {
+                None => untraced.push(PodIds {
                     pod: id.clone(),
                     containers: start.container_id.iter().cloned().collect(),
                     pid: None,
                 }),
             }
         }
-        if !untold.is_empty() {
+        if !untraced.is_empty() {
             let found = tokio::task::spawn_blocking(move || {
                 let table = process::table().unwrap_or_default();
                 let vmm = |pod: PodIds| sides::vmm(&table, &pod).map(|vmm| (pod.pod, vmm));
-                untold.into_iter().filter_map(vmm).collect::<Vec<_>>()
+                untraced.into_iter().filter_map(vmm).collect::<Vec<_>>()
             });
             vmms.extend(found.await.unwrap_or_default());
         }
@@ -438,7 +438,7 @@ impl Runner {
         sink: Sink<'_>,
     ) -> Result<(), String> {
         let sample = self.sample(&place, &start, guests).await;
-        let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
+        let is_unreachable = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
         let removed = match &*place.handler {
             // The VM or process ended with its start.
             VM | NATIVE => Ok(()),
@@ -457,7 +457,7 @@ impl Runner {
         if interrupted || self.cancel.is_cancelled() {
             return Err("interrupted".into());
         }
-        if gone && let Err(error) = self.runtime.version().await {
+        if is_unreachable && let Err(error) = self.runtime.version().await {
             return Err(format!("the runtime is gone: {error}"));
         }
         Ok(())
@@ -465,11 +465,11 @@ impl Runner {
 
     async fn sample(&mut self, place: &Place, start: &Start, (before, vmms): Guests<'_>) -> Sample {
         // The daemon does not know pods of other runtimes.
-        let told = match (&self.trace, &start.pod_id) {
+        let traced = match (&self.trace, &start.pod_id) {
             (Some(trace), Some(id)) => trace.pod(id).await.ok(),
             _ => None,
         };
-        if let Some(pod) = &told {
+        if let Some(pod) = &traced {
             let facts = self.run.vms.entry(place.handler.clone()).or_default();
             for (name, fact) in trace::vm(pod) {
                 facts.entry(name).or_insert(fact);
@@ -480,7 +480,7 @@ impl Runner {
             None => Err("its pods have no VMM".into()),
         };
         let kvm_exits = exits.map_err(|why| self.run.no_exits.insert(place.handler.clone(), why)).ok();
-        let stages = told.as_ref().map(trace::stages).unwrap_or_default();
+        let stages = traced.as_ref().map(trace::stages).unwrap_or_default();
         let ms = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
         let (outcome, failed_at, error) = match &start.end {
             Ok(()) => (Outcome::Ok, "", String::new()),
@@ -579,7 +579,7 @@ pub fn batches_of(samples: &[Sample]) -> Vec<Batch> {
     let mut groups: Vec<((&str, u32), Vec<&Sample>)> = Vec::new();
     for sample in samples.iter().filter(|sample| sample.mode == Mode::Parallel && !sample.warm_up) {
         let key = (&*sample.runtime, sample.round);
-        match groups.iter_mut().find(|(of, _)| *of == key) {
+        match groups.iter_mut().find(|(known, _)| *known == key) {
             Some((_, group)) => group.push(sample),
             None => groups.push((key, vec![sample])),
         }

@@ -206,16 +206,21 @@ pub fn write_plots(
 ) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
     fs::create_dir_all(&plots).map_err(io("create", &plots))?;
-    let of_workload = |of: &Workload| {
-        of.report.probes.iter().flat_map(|probe| workload_figures(of, probe, palette)).collect::<Vec<_>>()
+    let of_workload = |workload: &Workload| {
+        workload
+            .report
+            .probes
+            .iter()
+            .flat_map(|probe| workload_figures(workload, probe, palette))
+            .collect::<Vec<_>>()
     };
     let starts = results.iter().map(|result| (&result.name, figures(result, palette)));
     let all = starts
         .chain(workloads.iter().map(|result| (&result.name, of_workload(result))))
         .flat_map(|(name, figures)| figures.into_iter().map(move |figure| (name, figure)));
     let mut paths = Vec::new();
-    for (of, figure) in all {
-        let name = format!("{}-{}", file_name(of), figure.name);
+    for (result, figure) in all {
+        let name = format!("{}-{}", file_name(result), figure.name);
         let picture = png(&figure.scene).unwrap_or_default();
         for (end, bytes) in [("svg", standalone(&figure.scene).into_bytes()), ("png", picture)] {
             let path = plots.join(format!("{name}.{end}"));
@@ -389,7 +394,7 @@ mod tests {
             index,
             released_ms: 100.0 + f64::from(index * round),
             outcome: if failed && index == 1 { Outcome::Failed } else { Outcome::Ok },
-            ..Sample::of("own", Mode::Parallel, 50.0 * f64::from(round + 1))
+            ..Sample::new("own", Mode::Parallel, 50.0 * f64::from(round + 1))
         })
     }
 
@@ -435,14 +440,14 @@ mod tests {
         let results = fs::read_dir(dir).unwrap().flatten().filter(|entry| entry.path().is_dir());
         let loaded: Vec<Loaded> = results.map(|entry| load(&entry.path()).unwrap()).collect();
         assert_eq!(loaded.len(), 6);
-        for mut of in loaded.into_iter().filter(|of| !of.report.series.is_empty()) {
-            let kata = of.report.series.iter().find(|series| series.runtime.starts_with("kata")).unwrap();
+        for mut result in loaded.into_iter().filter(|result| !result.report.series.is_empty()) {
+            let kata = result.report.series.iter().find(|series| series.runtime.starts_with("kata")).unwrap();
             let (base, mode) = (kata.runtime.clone(), kata.mode);
-            of.report.set_baseline(&of.name, &base, &of.samples).unwrap();
-            let boot = of.report.over("sandboxer-boot", &base, mode, false).unwrap();
-            assert!(boot.p50 < 0.25, "{}: {boot}", of.name);
+            result.report.set_baseline(&result.name, &base, &result.samples).unwrap();
+            let boot = result.report.over("sandboxer-boot", &base, mode, false).unwrap();
+            assert!(boot.p50 < 0.25, "{}: {boot}", result.name);
             // Two groups show no difference.
-            assert_eq!(boot.times_faster().is_some(), mode == Mode::Serial, "{}", of.name);
+            assert_eq!(boot.times_faster().is_some(), mode == Mode::Serial, "{}", result.name);
         }
     }
 

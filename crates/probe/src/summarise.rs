@@ -34,7 +34,7 @@ pub struct Times {
 impl Times {
     /// Returns the summary of the times.
     pub fn summary(&self) -> Summary {
-        Summary::of(&self.times, self.failures)
+        Summary::new(&self.times, self.failures)
     }
 
     /// Returns the times as samples of serial starts of `runtime`.

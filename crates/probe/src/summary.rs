@@ -33,7 +33,7 @@ pub struct Summary {
 
 impl Summary {
     /// Summarises `times` (ms, in any order) and `failures` attempts without a time.
-    pub fn of(times: &[f64], failures: usize) -> Self {
+    pub fn new(times: &[f64], failures: usize) -> Self {
         let sorted = sorted(times);
         let rank = |percent| nearest_rank(&sorted, percent);
         let count = sorted.len() as f64;
@@ -126,15 +126,15 @@ mod tests {
 
     #[test]
     fn no_times_give_no_figures() {
-        let summary = Summary::of(&[], 3);
+        let summary = Summary::new(&[], 3);
         assert_eq!((summary.n, summary.failures), (3, 3));
         assert!(summary.figures().iter().all(|(_, value)| value.is_none()));
-        assert_eq!(Summary::of(&[7.0], 0).sd_ms, None);
+        assert_eq!(Summary::new(&[7.0], 0).sd_ms, None);
     }
 
     #[test]
     fn deviation_is_the_samples() {
-        let summary = Summary::of(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0], 0);
+        let summary = Summary::new(&[2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0], 0);
         assert_eq!(summary.mean_ms, Some(5.0));
         assert!((summary.sd_ms.unwrap() - (32.0f64 / 7.0).sqrt()).abs() < 1e-12);
     }

@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use sandboxer_protocol::{
-    admin::{InspectPodRequest, Pod, StageTime, VersionRequest, VersionResponse, admin_client::AdminClient},
+    admin::{
+        Checkpoint, CreateCheckpointRequest, InspectPodRequest, Pod, RemoveCheckpointRequest, StageTime,
+        VersionRequest, VersionResponse, admin_client::AdminClient,
+    },
     stage::Stage,
 };
 use tonic::transport::Channel;
@@ -37,6 +40,20 @@ impl Trace {
     /// Returns the daemon's information on a pod.
     pub async fn pod(&self, id: &str) -> Result<Pod, tonic::Status> {
         Ok(self.client.clone().inspect_pod(InspectPodRequest { id: id.to_owned() }).await?.into_inner())
+    }
+
+    /// Saves a pod, which goes on.
+    pub async fn create_checkpoint(&self, pod: &str, name: &str) -> Result<Checkpoint, tonic::Status> {
+        let request = CreateCheckpointRequest { pod: pod.to_owned(), name: name.to_owned(), stop: false };
+        let mut answers = self.client.clone().create_checkpoint(request).await?.into_inner();
+        let answer = answers.message().await?;
+        answer.ok_or_else(|| tonic::Status::internal("the daemon answered nothing"))
+    }
+
+    /// Removes a checkpoint.
+    pub async fn remove_checkpoint(&self, namespace: &str, name: &str) -> Result<(), tonic::Status> {
+        let request = RemoveCheckpointRequest { namespace: namespace.to_owned(), name: name.to_owned() };
+        self.client.clone().remove_checkpoint(request).await.map(drop)
     }
 }
 

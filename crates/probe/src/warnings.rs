@@ -115,23 +115,23 @@ fn sides(report: &Report, warn: Warn<'_>) {
 
 /// Warns of differences between the VMs of two handlers: a comparison of unequal VMs must say how they differ.
 fn guests(report: &Report, warn: Warn<'_>) {
-    let of =
+    let fact =
         |facts: &Facts, name: &str| facts.get("container_sees").and_then(|sees| sees.get(name)).map(shown);
     let guests: Vec<(&String, &Facts)> =
         report.manifest.runtimes.iter().filter(|(_, facts)| facts.contains_key("vmm_program")).collect();
     for name in ["kernel", "processors", "memory_mib"] {
-        let told: Vec<(&String, String)> =
-            guests.iter().filter_map(|(handler, facts)| Some((*handler, of(facts, name)?))).collect();
+        let values: Vec<(&String, String)> =
+            guests.iter().filter_map(|(handler, facts)| Some((*handler, fact(facts, name)?))).collect();
         let mib = |text: &str| text.parse::<f64>().ok();
         let alike = |a: &str, b: &str| match (name, mib(a), mib(b)) {
             // Kernels leave amounts of the same memory that differ by some MiB.
             ("memory_mib", Some(a), Some(b)) => (a / b - 1.0).abs() < SAME_MEMORY,
             _ => a == b,
         };
-        let Some((_, first)) = told.first() else { continue };
-        if told.iter().any(|(_, other)| !alike(first, other)) {
+        let Some((_, first)) = values.first() else { continue };
+        if values.iter().any(|(_, other)| !alike(first, other)) {
             let all: Vec<String> =
-                told.iter().map(|(handler, value)| format!("{handler}: {value}")).collect();
+                values.iter().map(|(handler, value)| format!("{handler}: {value}")).collect();
             warn(
                 format!(
                     "The guests differ in {}: {}.",

@@ -59,14 +59,14 @@ async fn child() {
 
     // All but the row that found no room can be read again, and no part of anything is left.
     let read = store::load(dir).unwrap();
-    let kept: Vec<f64> = read.samples.iter().filter_map(Sample::time).collect();
-    assert_eq!(kept.len(), samples.len() - 1);
-    assert!(kept.len() > 20, "{} rows", kept.len());
+    let times: Vec<f64> = read.samples.iter().filter_map(Sample::time).collect();
+    assert_eq!(times.len(), samples.len() - 1);
+    assert!(times.len() > 20, "{} rows", times.len());
     assert!(read.report.partial && read.report.not_measured.contains_key("manifest"));
     assert!(
         !std::fs::read_dir(dir)
             .unwrap()
             .any(|file| file.unwrap().path().extension() == Some("part".as_ref()))
     );
-    println!("rows kept: {}", kept.len());
+    println!("rows kept: {}", times.len());
 }

@@ -104,7 +104,7 @@ impl DoubleApiServer {
     }
 
     fn client(&self) -> Client {
-        Client::of(&self.access(None)).unwrap()
+        Client::new(&self.access(None)).unwrap()
     }
 }
 
@@ -184,11 +184,11 @@ fn settled(mut pod: Value) -> Value {
     }
     let at = |s: u32| json!(format!("2026-01-01T00:00:0{s}Z"));
     let ready = if class == "slow" { 3 } else { 1 };
-    let is = |kind: &str, s: u32| json!({"type": kind, "status": "True", "lastTransitionTime": at(s)});
+    let condition = |kind: &str, s: u32| json!({"type": kind, "status": "True", "lastTransitionTime": at(s)});
     pod["spec"]["nodeName"] = json!("node-1");
     pod["status"] = json!({
         "phase": "Running",
-        "conditions": [is("PodScheduled", 0), is("Initialized", 0), is("ContainersReady", ready), is("Ready", ready)],
+        "conditions": [condition("PodScheduled", 0), condition("Initialized", 0), condition("ContainersReady", ready), condition("Ready", ready)],
         "containerStatuses": [{"state": {"running": {"startedAt": at(ready)}}}],
     });
     pod
@@ -271,7 +271,7 @@ async fn a_class_or_a_server_that_is_missing_is_named_before_anything_starts() {
     assert!(matches!(&error, StartupError::NoClass(name) if name == "gone"), "{error}");
     assert!(double.truth.lock().unwrap().created.is_empty());
     let access = Access { server: "http://127.0.0.1:1".into(), ..double.access(None) };
-    let error = Client::of(&access).unwrap().call(Method::GET, "/version", None).await.unwrap_err();
+    let error = Client::new(&access).unwrap().call(Method::GET, "/version", None).await.unwrap_err();
     assert!(error.to_string().contains("no answer from http://127.0.0.1:1"), "{error}");
 }
 
@@ -279,7 +279,7 @@ async fn a_class_or_a_server_that_is_missing_is_named_before_anything_starts() {
 async fn the_servers_certificate_and_the_users_token_are_checked() {
     let double = DoubleApiServer::serve_tls(Some("secret")).await;
     let version =
-        async |access: &Access| Client::of(access).unwrap().call(Method::GET, "/version", None).await;
+        async |access: &Access| Client::new(access).unwrap().call(Method::GET, "/version", None).await;
     assert_eq!(version(&double.access(Some("secret"))).await.unwrap()["gitVersion"], "v1.99.0-double");
     let refused = version(&double.access(Some("wrong"))).await.unwrap_err();
     assert!(matches!(&refused, ApiError::Refused { status: StatusCode::UNAUTHORIZED, .. }), "{refused}");
@@ -290,5 +290,5 @@ async fn the_servers_certificate_and_the_users_token_are_checked() {
     let error = version(&access).await.unwrap_err();
     assert!(error.to_string().contains("certificate"), "{error}");
     access.authority = None;
-    assert!(Client::of(&access).is_err());
+    assert!(Client::new(&access).is_err());
 }

@@ -52,7 +52,7 @@ fn child() {
 
 struct Process {
     child: Child,
-    said: BufReader<std::process::ChildStdout>,
+    output: BufReader<std::process::ChildStdout>,
 }
 
 impl Process {
@@ -64,8 +64,8 @@ impl Process {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = BufReader::new(child.stdout.take().unwrap());
-        let mut process = Self { child, said };
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut process = Self { child, output };
         process.wait_for("ready");
         process
     }
@@ -74,7 +74,7 @@ impl Process {
         let mut line = String::new();
         while !line.trim_end().ends_with(word) {
             line.clear();
-            assert!(self.said.read_line(&mut line).unwrap() > 0, "the child ended before '{word}'");
+            assert!(self.output.read_line(&mut line).unwrap() > 0, "the child ended before '{word}'");
         }
     }
 

@@ -60,7 +60,8 @@ fn every_recorded_result_is_read_and_nothing_of_it_is_lost() {
         let lost = lost("", &before, &serde_json::from_str(&written).unwrap());
         assert!(lost.is_empty(), "{}: {lost:#?}", dir.display());
         assert!(
-            !results.runtimes().is_empty() || results.startups.iter().any(|of| !of.report.memory.is_empty())
+            !results.runtimes().is_empty()
+                || results.startups.iter().any(|result| !result.report.memory.is_empty())
         );
     }
 }

@@ -204,8 +204,8 @@ async fn what_is_not_there_is_named_before_anything_starts() {
     assert!(error.to_string().contains("not/there:1"), "{error}");
     assert!(double.truth(|truth| truth.runs.is_empty()));
     let nobody = Bench::open("unix:///nowhere/cri.sock", None).unwrap();
-    let asked = nobody.startup(&plan(&["a"], 1), None, &CancellationToken::new(), &mut |_| ()).await;
-    let error = asked.unwrap_err().to_string();
+    let result = nobody.startup(&plan(&["a"], 1), None, &CancellationToken::new(), &mut |_| ()).await;
+    let error = result.unwrap_err().to_string();
     assert!(error.contains("/nowhere/cri.sock") && error.contains("is containerd running"), "{error}");
 }
 

@@ -121,7 +121,7 @@ async fn child() {
     let Some(at) = std::env::var_os(AT) else { return };
     let at = Path::new(&at);
     let accelerator = Accelerator { kvm: false, reason: "a double".into() };
-    let vm = Vm { program: at.join("qemu"), ..Vm::of(&at.join("disk.raw"), accelerator, None) };
+    let vm = Vm { program: at.join("qemu"), ..Vm::new(&at.join("disk.raw"), accelerator, None) };
     let running = vm.start(&Task { resources: None, ..task() }).unwrap();
     running.begun(LIMIT).await.unwrap();
     std::fs::write(at.join("ready"), "").unwrap();
@@ -174,9 +174,9 @@ async fn start_up_of_vms_alternates_with_that_of_containers() {
     let plan = startup_plan(&["runc", VM], Some(made.vm.clone()), 4);
     let (report, samples) = bench.startup(&plan, None, &CancellationToken::new(), &mut |_| ()).await.unwrap();
     assert_eq!(samples.len() as u64, plan.pods());
-    let of = |name: &str| samples.iter().filter(|sample| sample.runtime == name).count();
+    let count = |name: &str| samples.iter().filter(|sample| sample.runtime == name).count();
     // Five of each one after the other, and a group of containers alone.
-    assert_eq!((of("runc"), of(VM)), (7, 5));
+    assert_eq!((count("runc"), count(VM)), (7, 5));
     assert!(samples[..10].chunks(2).all(|pair| pair[1].runtime == VM));
     let series = report.series.iter().find(|series| series.runtime == VM).unwrap();
     assert_eq!((series.summary.n, series.summary.failures), (4, 0));
@@ -224,9 +224,13 @@ async fn memory_of_vms_and_processes_is_counted_by_their_numbers() {
     let (report, points) = bench.memory(&sweep, None, &never, &mut |_| ()).await.unwrap();
     assert_eq!(report.partial_reason, None);
     for (name, role) in [(VM, Role::Vmm), (NATIVE, Role::Workload)] {
-        let of: Vec<_> = points.iter().filter(|point| point.runtime == name).collect();
-        assert_eq!(of.iter().map(|point| point.ledger.pods).collect::<Vec<_>>(), [1, 2]);
-        assert!(of[1].ledger.role(role) > of[0].ledger.role(role) && of[0].ledger.role(role) > 0, "{of:?}");
+        let of_runtime: Vec<_> = points.iter().filter(|point| point.runtime == name).collect();
+        assert_eq!(of_runtime.iter().map(|point| point.ledger.pods).collect::<Vec<_>>(), [1, 2]);
+        assert!(
+            of_runtime[1].ledger.role(role) > of_runtime[0].ledger.role(role)
+                && of_runtime[0].ledger.role(role) > 0,
+            "{of_runtime:?}"
+        );
         assert!(report.manifest.runtimes.contains_key(name));
     }
     assert!(double.truth(|truth| truth.runs.is_empty()));

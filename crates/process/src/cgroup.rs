@@ -152,7 +152,7 @@ impl Hierarchies {
     }
 
     /// Returns the group of `pod` below `parent`; `None` without a parent.
-    pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
+    pub fn for_pod(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
         Some(self.at(&relative(parent)?.join(format!("sandboxer-{pod}"))))
     }
 
@@ -162,12 +162,12 @@ impl Hierarchies {
     }
 
     fn at(&self, path: &Path) -> Cgroup {
-        let of = |root: &PathBuf| root.join(path);
+        let below = |root: &PathBuf| root.join(path);
         let cpuset = self.cpuset.as_ref().map(|cpuset| match cpuset {
-            Cpuset::Own(root) => Cpuset::Own(of(root)),
-            Cpuset::Unified(root) => Cpuset::Unified(of(root)),
+            Cpuset::Own(root) => Cpuset::Own(below(root)),
+            Cpuset::Unified(root) => Cpuset::Unified(below(root)),
         });
-        Cgroup { dirs: self.roots.iter().map(of).collect(), cpuset }
+        Cgroup { dirs: self.roots.iter().map(below).collect(), cpuset }
     }
 }
 
@@ -290,7 +290,7 @@ impl Cgroup {
     }
 
     /// Returns whether process `pid` is in the group.
-    pub fn holds(&self, pid: u32) -> bool {
+    pub fn contains(&self, pid: u32) -> bool {
         let pid = pid.to_string();
         self.dirs.iter().all(|dir| {
             let processes = fs::read_to_string(dir.join(PROCESSES));

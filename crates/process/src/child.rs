@@ -237,12 +237,12 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
         Err(error) => return Err(error.into()),
     };
     // Opens the pidfd first: if the PID was reused by then, the start time differs.
-    let found = held(pid, pidfd)?;
+    let found = from_pidfd(pid, pidfd)?;
     Ok(found.filter(|found| found.start_time == start_time))
 }
 
 /// Returns the process `pid` of a pidfd, or `None` if it has ended.
-pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
+pub fn from_pidfd(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     match Process::watched(pid, pidfd, false) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),

@@ -70,7 +70,7 @@ impl PreparedChild {
         };
         let (arguments, environment) = (pointers(&self.arguments), pointers(&self.environment));
         // exec closes the child's end.
-        let (mut failure, told) = io::pipe()?;
+        let (mut failure, report) = io::pipe()?;
         // SAFETY: all zeroes requests a plain copy of this process.
         let mut how: libc::clone_args = unsafe { std::mem::zeroed() };
         how.flags = CLONE_INTO_CGROUP | if alone { libc::CLONE_NEWPID as u64 } else { 0 };
@@ -85,7 +85,7 @@ impl PreparedChild {
             let errno = failed.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes();
             // SAFETY: the bytes outlive the call, and the process ends.
             unsafe {
-                libc::write(told.as_raw_fd(), errno.as_ptr().cast(), errno.len());
+                libc::write(report.as_raw_fd(), errno.as_ptr().cast(), errno.len());
                 libc::_exit(1)
             }
         }
@@ -97,15 +97,15 @@ impl PreparedChild {
                 Err(error)
             };
         }
-        drop(told);
+        drop(report);
         let child = child as i32;
         let mut errno = [0; 4];
         match failure.read_exact(&mut errno) {
             // The program was executed.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(Some(child)),
-            said => {
+            result => {
                 reap(child);
-                said?;
+                result?;
                 Err(io::Error::from_raw_os_error(i32::from_ne_bytes(errno)))
             }
         }
@@ -188,7 +188,7 @@ mod tests {
 
     #[test]
     fn a_child_has_its_directory_words_and_environment() {
-        let (mut said, out) = io::pipe().unwrap();
+        let (mut output, out) = io::pipe().unwrap();
         let prepared = AtomicBool::new(false);
         let child = prepared_child("/bin/sh", &["-c", "pwd; echo $A; cat /proc/self/cgroup"], out);
         let started = child.start_in(own_group().as_fd(), false, || {
@@ -198,7 +198,7 @@ mod tests {
         drop(child);
         let pid = started.unwrap().expect("a kernel of 5.7 or later");
         let mut words = String::new();
-        said.read_to_string(&mut words).unwrap();
+        output.read_to_string(&mut words).unwrap();
         reap(pid);
         assert!(words.starts_with("/\nb\n"), "{words}");
         assert!(words.contains("0::/"), "{words}");
@@ -238,7 +238,7 @@ mod tests {
                 }
             })
         });
-        let (told, started) = std::sync::mpsc::channel();
+        let (done, started) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for _ in 0..300 {
                 let (_, out) = io::pipe().unwrap();
@@ -248,7 +248,7 @@ mod tests {
                     jail::set_user(0)
                 });
                 reap(started.unwrap().expect("a kernel of 5.7 or later"));
-                told.send(()).unwrap();
+                done.send(()).unwrap();
             }
         });
         for n in 0..300 {

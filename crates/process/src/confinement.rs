@@ -51,7 +51,7 @@ pub struct Confinement {
 
 impl Confinement {
     /// Reads the confinement of process `pid`.
-    pub fn of(pid: u32) -> io::Result<Self> {
+    pub fn read(pid: u32) -> io::Result<Self> {
         let proc = Path::new("/proc").join(pid.to_string());
         let read = |name: &str| fs::read_to_string(proc.join(name));
         let status = read("status")?;
@@ -103,8 +103,8 @@ impl Confinement {
 }
 
 fn limits(text: &str) -> Vec<(String, u64, u64)> {
-    let of = |name: &&str| rlimits::limit(text, name).map(|[soft, hard]| ((*name).to_owned(), soft, hard));
-    LIMITS.iter().filter_map(of).collect()
+    let named = |name: &&str| rlimits::limit(text, name).map(|[soft, hard]| ((*name).to_owned(), soft, hard));
+    LIMITS.iter().filter_map(named).collect()
 }
 
 fn malformed(what: impl ToString) -> io::Error {
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn this_process_shares_everything_with_itself() {
-        let seen = Confinement::of(std::process::id()).unwrap();
+        let seen = Confinement::read(std::process::id()).unwrap();
         assert_eq!(seen.uid, rustix::process::geteuid().as_raw());
         assert!(seen.own_namespaces.is_empty() && seen.shared_namespaces.len() == NAMESPACES.len());
         assert!(seen.mounts > 0 && seen.limits.len() == LIMITS.len(), "{seen:?}");

@@ -112,7 +112,7 @@ fn too_few(bytes: u64, dir: &Path) -> ReserveError {
 /// Puts parts of a file in memory into huge pages: [`HUGE_PAGE`] bytes at each of `offsets`. The content stays.
 /// Returns the number of parts that were moved: none on kernels without the call, fewer if memory is fragmented.
 pub fn collapse(file: &File, offsets: &[u64]) -> io::Result<usize> {
-    let mapping = Mapping::of(file)?;
+    let mapping = Mapping::map(file)?;
     Ok(offsets.iter().filter(|&&offset| mapping.collapse(offset)).count())
 }
 
@@ -124,7 +124,7 @@ struct Mapping {
 }
 
 impl Mapping {
-    fn of(file: &File) -> io::Result<Self> {
+    fn map(file: &File) -> io::Result<Self> {
         let bytes = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
         let reserve = bytes + HUGE_PAGE as usize;
         let nothing = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -190,7 +190,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         fs::write(root.path().join("hugetlb.2MB.max"), "4194304\n").unwrap();
         fs::write(root.path().join("hugetlb.2MB.current"), "2097152\n").unwrap();
-        let group = Hierarchies::unified(root.path()).of("kubepods", &"p".parse().unwrap()).unwrap();
+        let group = Hierarchies::unified(root.path()).for_pod("kubepods", &"p".parse().unwrap()).unwrap();
         let error = Reserved::new(4 << 20, Some(&group)).unwrap_err().to_string();
         let expected = format!(
             "4 MiB in huge pages of 2 MiB are needed and {:?} allows 2 more: ",

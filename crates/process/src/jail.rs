@@ -3,7 +3,7 @@
 //! A compromised VMM has: its own user, which owns nothing; no capability and no means to gain one; its own namespaces
 //! without network and without other processes; a root of read-only programs, its kernel and its initramfs. The daemon
 //! opens everything else for it: sockets, taps, disks and memory. A VMM that creates sockets and files itself gets a
-//! small private directory in memory; see [`Jail::with_room`].
+//! small private directory in memory; see [`Jail::with_writable_dir`].
 //!
 //! ```text
 //! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ filter of system calls ─▶ exec
@@ -61,11 +61,11 @@ const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"]
 /// Devices without state.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
 /// The directory in a jail to which its VMM can write, if it has one.
-pub const ROOM: &str = "/run";
-/// The directory in [`ROOM`] for files that the VMM gets while it runs. The VMM cannot write to it.
+pub const WRITABLE_DIR: &str = "/run";
+/// The directory in [`WRITABLE_DIR`] for files that the VMM gets while it runs. The VMM cannot write to it.
 pub const SHOWN: &str = "disks";
-/// Mount options of a VMM's room. Its size is bounded: the state of a frozen VM with many vCPUs has a few MB.
-const ROOM_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
+/// Mount options of a VMM's writable directory. Its size is bounded: the state of a frozen VM with many vCPUs has a few MB.
+const WRITABLE_DIR_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
 /// The securebit that keeps capabilities when the user changes (`SECBIT_NO_SETUID_FIXUP`).
 const STAY: libc::c_ulong = 1 << 2;
 /// The layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
@@ -83,15 +83,15 @@ pub struct Jail {
     steps: Vec<Step>,
     user: u32,
     /// Whether this is the jail of a tool.
-    tool: bool,
+    is_tool: bool,
     /// User namespace of a tool, in which each owner is itself. `None`: the kernel refuses it, or this is the jail of
     /// a VMM, which creates its own.
     user_namespace: Option<OwnedFd>,
     groups: Vec<libc::gid_t>,
     /// ID mapping of the user namespace: one user and group, mapped to itself.
     ids: String,
-    /// Whether the jail has a [`ROOM`].
-    room: bool,
+    /// Whether the jail has a [`WRITABLE_DIR`].
+    has_writable_dir: bool,
     /// An existing network namespace that replaces a new one.
     network: Option<OwnedFd>,
     filters: Vec<BpfProgram>,
@@ -126,11 +126,11 @@ impl Jail {
             root: text(run_dir)?,
             steps: Vec::new(),
             user,
-            tool: false,
+            is_tool: false,
             user_namespace: None,
             groups: Vec::new(),
             ids,
-            room: false,
+            has_writable_dir: false,
             network: None,
             filters: seccomp::filters()?,
         };
@@ -157,7 +157,7 @@ impl Jail {
         let mut jail = Self::new(root, &[program], &[])?;
         let number = fs::metadata(own)?.ino() % TOOLS;
         jail.user = FIRST_TOOL + u32::try_from(number).unwrap_or_default();
-        jail.tool = true;
+        jail.is_tool = true;
         jail.filters.extend(seccomp::filters_of_tool()?);
         jail.user_namespace = match all_ids::user_namespace() {
             Ok(namespace) => Some(namespace),
@@ -179,9 +179,9 @@ impl Jail {
         Ok(())
     }
 
-    /// Returns the jail with a [`ROOM`] in it.
-    pub fn with_room(mut self) -> Self {
-        self.room = true;
+    /// Returns the jail with a [`WRITABLE_DIR`] in it.
+    pub fn with_writable_dir(mut self) -> Self {
+        self.has_writable_dir = true;
         self
     }
 
@@ -266,10 +266,10 @@ impl Jail {
             for step in &self.steps {
                 step.take()?;
             }
-            if self.room {
-                make_room()?;
+            if self.has_writable_dir {
+                mount_writable_dir()?;
             }
-            if !self.tool {
+            if !self.is_tool {
                 mount_proc()?;
             }
             done(libc::syscall(libc::SYS_pivot_root, c".".as_ptr(), c".".as_ptr()) as libc::c_int)?;
@@ -278,7 +278,7 @@ impl Jail {
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
             set_groups(&self.groups)?;
-            if self.tool {
+            if self.is_tool {
                 self.become_tool()?;
                 return self.apply_filters();
             }
@@ -363,13 +363,13 @@ fn mount_proc() -> io::Result<()> {
     }
 }
 
-/// Creates [`ROOM`] in the working directory. The VMM can neither remove nor replace other users' files there.
-fn make_room() -> io::Result<()> {
+/// Creates [`WRITABLE_DIR`] in the working directory. The VMM can neither remove nor replace other users' files there.
+fn mount_writable_dir() -> io::Result<()> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     // SAFETY: as in `Jail::enter`.
     unsafe {
         done(libc::mkdir(c"run".as_ptr(), 0o755))?;
-        let options = ROOM_OPTIONS.as_ptr().cast();
+        let options = WRITABLE_DIR_OPTIONS.as_ptr().cast();
         done(libc::mount(c"room".as_ptr(), c"run".as_ptr(), c"tmpfs".as_ptr(), flags, options))?;
         done(libc::mkdir(c"run/disks".as_ptr(), 0o755))
     }

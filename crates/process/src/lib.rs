@@ -20,6 +20,6 @@ pub mod strays;
 pub mod vhost;
 mod written;
 
-pub use child::{Equipment, Exit, Process, Starting, adopt, child, find, held, is_running, spawn};
+pub use child::{Equipment, Exit, Process, Starting, adopt, child, find, from_pidfd, is_running, spawn};
 pub use cpu_time::cpu_time;
 pub use written::{Written, written};

@@ -123,8 +123,11 @@ Node 1 SReclaimable:      4 kB
         let seen: Vec<_> =
             topology.nodes().iter().map(|node| (node.id, node.cpus.to_string(), node.memory_bytes)).collect();
         assert_eq!(seen, [(0, "0-3".to_owned(), 1 << 20), (1, "4-7".to_owned(), 2 << 20)]);
-        let of = |cpus| topology.node_of(&Cpus::parse(cpus).unwrap()).map(|node| node.id);
-        assert_eq!((of("5-6"), of("3"), of("3-4"), of("9")), (Some(1), Some(0), None, None));
+        let node_of = |cpus| topology.node_of(&Cpus::parse(cpus).unwrap()).map(|node| node.id);
+        assert_eq!(
+            (node_of("5-6"), node_of("3"), node_of("3-4"), node_of("9")),
+            (Some(1), Some(0), None, None)
+        );
     }
 
     #[test]

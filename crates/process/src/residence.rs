@@ -22,7 +22,7 @@ pub struct Residence {
 
 impl Residence {
     /// Reads the memory of process `pid`. The kernel walks the process's page tables: some ms per GiB.
-    pub fn of(pid: u32) -> io::Result<Self> {
+    pub fn read(pid: u32) -> io::Result<Self> {
         Ok(Self::parse(&fs::read_to_string(format!("/proc/{pid}/numa_maps"))?))
     }
 
@@ -35,12 +35,12 @@ impl Residence {
             let page_kib = value("kernelpagesize_kB").and_then(|kib| kib.parse().ok()).unwrap_or(4);
             let is_memory =
                 value("file").is_none_or(|file| file.ends_with(NAMELESS) || value("anon").is_some());
-            let of = if is_memory { &mut found.memory } else { &mut found.files };
+            let by_node = if is_memory { &mut found.memory } else { &mut found.files };
             for (key, pages) in values() {
                 let node = key.strip_prefix('N').and_then(|node| node.parse::<u32>().ok());
                 if let (Some(node), Ok(pages)) = (node, pages.parse::<u64>()) {
                     let bytes = pages.saturating_mul(page_kib).saturating_mul(1 << 10);
-                    let sum: &mut u64 = of.entry(node).or_default();
+                    let sum: &mut u64 = by_node.entry(node).or_default();
                     *sum = sum.saturating_add(bytes);
                 }
             }
@@ -50,7 +50,7 @@ impl Residence {
 
     /// Returns the size of the memory that is not on `node`, bytes.
     pub fn remote_bytes(&self, node: u32) -> u64 {
-        self.memory.iter().filter(|(of, _)| **of != node).map(|(_, bytes)| bytes).sum()
+        self.memory.iter().filter(|(at, _)| **at != node).map(|(_, bytes)| bytes).sum()
     }
 }
 
@@ -114,21 +114,21 @@ mod tests {
 
     #[test]
     fn a_set_of_nodes_is_a_mask() {
-        let of = |list| mask(&Cpus::parse(list).unwrap());
-        assert_eq!(of("0,2")[..2], [0b101, 0]);
-        assert_eq!(of("64-65")[..2], [0, 0b11]);
-        assert_eq!(of("8000"), [0; WORDS]);
+        let words = |list| mask(&Cpus::parse(list).unwrap());
+        assert_eq!(words("0,2")[..2], [0b101, 0]);
+        assert_eq!(words("64-65")[..2], [0, 0b11]);
+        assert_eq!(words("8000"), [0; WORDS]);
     }
 
     #[test]
     fn this_process_has_memory_on_a_node_and_moves_to_it() {
-        let own = Residence::of(std::process::id()).unwrap();
+        let own = Residence::read(std::process::id()).unwrap();
         let (&node, &bytes) = own.memory.iter().max_by_key(|(_, bytes)| **bytes).unwrap();
         assert!(bytes > 64 << 10, "{own:?}");
         let all = Cpus::parse("0-63").unwrap();
         assert_eq!(migrate(std::process::id(), &all, node).unwrap(), 0);
-        let gone = migrate(i32::MAX.unsigned_abs(), &all, node).unwrap_err();
-        assert_eq!(gone.raw_os_error(), Some(libc::ESRCH));
-        assert!(Residence::of(i32::MAX.unsigned_abs()).is_err());
+        let error = migrate(i32::MAX.unsigned_abs(), &all, node).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ESRCH));
+        assert!(Residence::read(i32::MAX.unsigned_abs()).is_err());
     }
 }

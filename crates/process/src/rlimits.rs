@@ -26,7 +26,7 @@ const NAMES: [(&str, &str); 16] = [
 ];
 
 /// Reads the limits of process `pid`.
-pub fn of(pid: i32) -> io::Result<Rlimits> {
+pub fn read(pid: i32) -> io::Result<Rlimits> {
     let text = fs::read_to_string(format!("/proc/{pid}/limits"))?;
     Ok(NAMES.iter().filter_map(|(name, oci)| Some(((*oci).to_owned(), limit(&text, name)?))).collect())
 }
@@ -49,7 +49,7 @@ mod tests {
 
     #[test]
     fn all_limits_of_a_process_are_read() {
-        let own = of(std::process::id().cast_signed()).unwrap();
+        let own = read(std::process::id().cast_signed()).unwrap();
         assert_eq!(own.len(), NAMES.len(), "{own:?}");
         for (resource, name) in [(Resource::Nofile, "RLIMIT_NOFILE"), (Resource::Core, "RLIMIT_CORE")] {
             let limit = getrlimit(resource);

@@ -35,7 +35,7 @@ pub fn below(run_dir: &Path) -> io::Result<Vec<Stray>> {
 }
 
 /// Returns every process that was started for `run_dir`.
-pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
+pub fn started_for(run_dir: &Path) -> io::Result<Vec<Stray>> {
     Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
 
@@ -79,7 +79,7 @@ pub struct Stray {
     pub pid: u32,
     /// Directory of the VM when it started.
     marked: PathBuf,
-    held: OwnedFd,
+    pidfd: OwnedFd,
 }
 
 /// Returns every process that has [`MARK`] in its environment.
@@ -95,14 +95,14 @@ pub fn all() -> io::Result<Vec<Stray>> {
             continue;
         };
         // Opens the pidfd before reading: the PID may be reused meanwhile, the pidfd cannot.
-        let Ok(held) = pidfd_open(pid, PidfdFlags::empty()) else {
+        let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty()) else {
             continue;
         };
         let Ok(environment) = fs::read(entry.path().join("environ")) else {
             continue;
         };
         if let Some(marked) = environment.split(|&byte| byte == 0).find_map(marked) {
-            found.push(Stray { pid: pid.as_raw_nonzero().get().unsigned_abs(), marked, held });
+            found.push(Stray { pid: pid.as_raw_nonzero().get().unsigned_abs(), marked, pidfd });
         }
     }
     Ok(found)
@@ -151,7 +151,7 @@ impl Stray {
 
     /// Kills the process. No error if it has ended.
     pub fn end(&self) -> io::Result<()> {
-        match pidfd_send_signal(&self.held, Signal::KILL) {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(errno) => Err(errno.into()),
         }
@@ -162,7 +162,7 @@ impl Stray {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(60));
             let left = Timespec::try_from(left).map_err(io::Error::other)?;
-            match poll(&mut [PollFd::new(&self.held, PollFlags::IN)], Some(&left)) {
+            match poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&left)) {
                 Ok(ready) => return Ok(ready > 0),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
@@ -172,7 +172,7 @@ impl Stray {
 
     /// Returns the pidfd of the process.
     pub fn into_pidfd(self) -> OwnedFd {
-        self.held
+        self.pidfd
     }
 
     fn proc(&self) -> PathBuf {
@@ -193,8 +193,8 @@ mod tests {
             |dir: &Path| std::process::Command::new("sleep").arg("60").env(MARK, dir).spawn().unwrap();
         let mut stray = sleeper(&dir.path().join("a"));
         let mut other = sleeper(&dir.path().join("ab"));
-        let [of] = <[Stray; 1]>::try_from(of(&dir.path().join("a")).unwrap()).unwrap();
-        of.end().unwrap();
+        let [found] = <[Stray; 1]>::try_from(started_for(&dir.path().join("a")).unwrap()).unwrap();
+        found.end().unwrap();
         assert_eq!(stray.wait().unwrap().signal(), Some(9));
         assert!(other.try_wait().unwrap().is_none(), "another pod's VMM was ended");
         end_below(&"p".parse().unwrap(), dir.path(), &HashSet::from([other.id()])).unwrap();

@@ -72,10 +72,10 @@ mod tests {
     #[test]
     fn threads_of_the_vmm_are_found_by_their_name_and_serve_in_batches() {
         let pid = process::id();
-        let (told, tid) = mpsc::channel();
+        let (sender, tid) = mpsc::channel();
         let (over, ends) = mpsc::channel::<()>();
         let carrier = move || {
-            told.send(gettid().as_raw().cast_unsigned()).unwrap();
+            sender.send(gettid().as_raw().cast_unsigned()).unwrap();
             let _ = ends.recv();
         };
         let carrier = Builder::new().name(format!("vhost-{pid}")).spawn(carrier).unwrap();

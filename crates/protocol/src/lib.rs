@@ -11,6 +11,7 @@
 //! | [`share`] | a guest's kernel and the process that serves its shares | a disk, or vsock |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
+//! | `cri` (feature `host`) | callers of CRI's checkpoints and daemon, daemon and containerd | gRPC over unix sockets |
 
 use std::ops::RangeInclusive;
 
@@ -129,4 +130,11 @@ pub mod containers {
 #[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
 pub mod tasks {
     tonic::include_proto!("containerd.services.tasks.v1");
+}
+
+/// The part of CRI that saves and restores pods, generated from `proto/cri.proto`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod cri {
+    tonic::include_proto!("runtime.v1");
 }

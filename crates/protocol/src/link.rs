@@ -183,14 +183,14 @@ where
     if length > MAX_READY {
         return Err(LinkError::Malformed("ready message is over 4096 bytes"));
     }
-    while scanner.held.len() < length {
+    while scanner.buffer.len() < length {
         scanner.fill(stream).await?;
     }
-    if scanner.held.len() > length {
+    if scanner.buffer.len() > length {
         return Err(LinkError::Malformed("bytes follow the welcome before anything was asked"));
     }
     let ready =
-        Ready::parse_from_bytes(&scanner.held).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
+        Ready::parse_from_bytes(&scanner.buffer).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
     if guest != version {
         return Err(LinkError::Version { host: version, guest });
     }
@@ -242,7 +242,7 @@ async fn receive<R: AsyncRead>(
     welcomes: mpsc::Sender<Welcome>,
     spoken: RangeInclusive<u32>,
 ) -> io::Result<()> {
-    let gone = || io::Error::other("agent no longer accepts sessions");
+    let closed = || io::Error::other("agent no longer accepts sessions");
     let mut scanner = Scanner::new(&key.borrow_and_update().0);
     let mut session: Option<WriteHalf<DuplexStream>> = None;
     loop {
@@ -270,7 +270,7 @@ async fn receive<R: AsyncRead>(
         if spoken.contains(&host_version) {
             let (ours, theirs) = tokio::io::duplex(CHUNK);
             let (read, write) = tokio::io::split(ours);
-            sessions.send(theirs).await.map_err(|_| gone())?;
+            sessions.send(theirs).await.map_err(|_| closed())?;
             (session, outgoing) = (Some(write), Some(read));
         } else {
             version = *spoken.end();
@@ -280,7 +280,7 @@ async fn receive<R: AsyncRead>(
             );
         }
         let welcome = [&key.borrow().0[..], &nonce, &encode_welcome(&words, version)?].concat();
-        welcomes.send((welcome, outgoing)).await.map_err(|_| gone())?;
+        welcomes.send((welcome, outgoing)).await.map_err(|_| closed())?;
     }
 }
 
@@ -323,7 +323,7 @@ async fn send<W: AsyncWrite>(
 /// A search for a mark in a stream of chunks.
 struct Scanner {
     finder: Finder<'static>,
-    held: Vec<u8>,
+    buffer: Vec<u8>,
     /// The number of bytes at the beginning of the buffer that were returned already; 0 behind a mark.
     given: usize,
     found: bool,
@@ -331,7 +331,7 @@ struct Scanner {
 
 impl Scanner {
     fn new(mark: &[u8]) -> Self {
-        Self { finder: Finder::new(mark).into_owned(), held: Vec::new(), given: 0, found: false }
+        Self { finder: Finder::new(mark).into_owned(), buffer: Vec::new(), given: 0, found: false }
     }
 
     fn look_for(&mut self, mark: &[u8]) {
@@ -340,8 +340,8 @@ impl Scanner {
 
     /// Reads once into the buffer. The end of the stream is an error.
     async fn fill<R: AsyncRead + Unpin>(&mut self, from: &mut R) -> io::Result<()> {
-        self.held.reserve(CHUNK);
-        match from.read_buf(&mut self.held).await? {
+        self.buffer.reserve(CHUNK);
+        match from.read_buf(&mut self.buffer).await? {
             0 => Err(io::ErrorKind::UnexpectedEof.into()),
             _ => Ok(()),
         }
@@ -355,17 +355,17 @@ impl Scanner {
     /// that frame is answered. Returning it before a mark does no harm, since the mark ends that session.
     fn take_before(&mut self) -> Vec<u8> {
         let mark = self.finder.needle();
-        if let Some(at) = self.finder.find(&self.held) {
-            let before = self.held[..at].get(self.given..).unwrap_or_default().to_vec();
-            self.held.drain(..at + mark.len());
+        if let Some(at) = self.finder.find(&self.buffer) {
+            let before = self.buffer[..at].get(self.given..).unwrap_or_default().to_vec();
+            self.buffer.drain(..at + mark.len());
             (self.given, self.found) = (0, true);
             return before;
         }
-        let before = self.held.split_off(self.given);
-        self.held.extend_from_slice(&before);
-        let longest = self.held.len().min(mark.len() - 1);
-        let partial = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
-        self.held.drain(..self.held.len() - partial);
+        let before = self.buffer.split_off(self.given);
+        self.buffer.extend_from_slice(&before);
+        let longest = self.buffer.len().min(mark.len() - 1);
+        let partial = (1..=longest).rev().find(|&n| self.buffer.ends_with(&mark[..n])).unwrap_or(0);
+        self.buffer.drain(..self.buffer.len() - partial);
         (self.given, self.found) = (partial, false);
         before
     }
@@ -376,12 +376,12 @@ impl Scanner {
 
     /// Returns the next `N` bytes.
     async fn read<const N: usize>(&mut self, from: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
-        while self.held.len() < N {
+        while self.buffer.len() < N {
             self.fill(from).await?;
         }
         let mut bytes = [0; N];
-        bytes.copy_from_slice(&self.held[..N]);
-        self.held.drain(..N);
+        bytes.copy_from_slice(&self.buffer[..N]);
+        self.buffer.drain(..N);
         Ok(bytes)
     }
 }

@@ -66,7 +66,7 @@ const NAMES_PARTS: [Newer; 5] = [
 pub const ADOPTION: Newer = of_adoption("rpc AdoptContainer");
 
 /// All of them.
-pub const NEWER: [&Newer; 17] = [
+pub const NEWER: [&Newer; 18] = [
     &HOST_SYSCTLS,
     &REMOVES_OTHER_CARDS,
     &PROCESSES,
@@ -83,6 +83,7 @@ pub const NEWER: [&Newer; 17] = [
     &of_adoption("AdoptContainerRequest.container_id"),
     &of_adoption("AdoptContainerRequest.of"),
     &of_adoption("AdoptContainerRequest.files"),
+    &of_adoption("AdoptContainerRequest.signal"),
     &of_adoption("AdoptContainerResponse.pid"),
 ];
 
@@ -125,8 +126,8 @@ pub fn in_message(message: &dyn MessageDyn, version: u32) -> Option<&'static New
             ReflectFieldRef::Map(values) => (Vec::new(), !values.is_empty()),
         };
         let is_newer = |newer: &&&Newer| {
-            let (of, name) = newer.part.split_once('.').unwrap_or_default();
-            newer.since > version && of == descriptor.name() && name == field.name()
+            let (message, name) = newer.part.split_once('.').unwrap_or_default();
+            newer.since > version && message == descriptor.name() && name == field.name()
         };
         let newer = NEWER.iter().find(is_newer).copied();
         if is_set { newer.or_else(|| values.into_iter().find_map(nested)) } else { None }
@@ -233,8 +234,8 @@ mod tests {
              PROTOCOL_VERSION if it has been released, and do without them where an agent is older: {unlisted:#?}",
             SPOKEN.start()
         );
-        let gone: Vec<_> = oldest.difference(&today).collect();
-        assert!(gone.is_empty(), "agents of version {} still use these: {gone:#?}", SPOKEN.start());
+        let removed: Vec<_> = oldest.difference(&today).collect();
+        assert!(removed.is_empty(), "agents of version {} still use these: {removed:#?}", SPOKEN.start());
         for newer in NEWER {
             let known = |part: &String| part.split(" = ").next() == Some(newer.part);
             assert!(!oldest.iter().any(known), "{newer:?} is in the oldest version");

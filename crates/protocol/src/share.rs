@@ -165,7 +165,7 @@ pub struct Head {
 
 impl Head {
     /// Returns the head of `request`; `None` if it is not one whole request of an accepted length.
-    pub fn of(request: &[u8]) -> Option<Self> {
+    pub fn parse(request: &[u8]) -> Option<Self> {
         if Self::begins(request)? != request.len() {
             return None;
         }
@@ -223,12 +223,12 @@ mod tests {
     #[test]
     fn only_whole_requests_have_a_head() {
         let whole = request(opcode::READ, 7, b"body");
-        assert_eq!(Head::of(&whole), Some(Head { opcode: opcode::READ, unique: 7 }));
-        assert_eq!(Head::of(&whole[..whole.len() - 1]), None);
-        assert_eq!(Head::of(&[&whole[..], b"x"].concat()), None);
-        assert_eq!(Head::of(&whole[..REQUEST_HEAD]), None);
-        assert_eq!(Head::of(&[]), None);
-        assert_eq!(Head::of(&request(opcode::READ, 7, &vec![0; MAX_MESSAGE])), None);
+        assert_eq!(Head::parse(&whole), Some(Head { opcode: opcode::READ, unique: 7 }));
+        assert_eq!(Head::parse(&whole[..whole.len() - 1]), None);
+        assert_eq!(Head::parse(&[&whole[..], b"x"].concat()), None);
+        assert_eq!(Head::parse(&whole[..REQUEST_HEAD]), None);
+        assert_eq!(Head::parse(&[]), None);
+        assert_eq!(Head::parse(&request(opcode::READ, 7, &vec![0; MAX_MESSAGE])), None);
         assert_eq!(Head::begins(&whole), Some(whole.len()));
         assert_eq!(Head::begins(&request(opcode::READ, 7, &vec![0; MAX_MESSAGE])), None);
     }

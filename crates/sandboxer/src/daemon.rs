@@ -16,7 +16,7 @@ use std::{
 
 use futures::{StreamExt, stream::BoxStream};
 use rustix::fs::FlockOperation;
-use sandboxer_base::sockets;
+use sandboxer_base::{clock::now_ns, sockets};
 use sandboxer_config::Config;
 use sandboxer_front::control::TASK_LISTENER;
 use sandboxer_host::{
@@ -29,7 +29,10 @@ use sandboxer_process::{
     cgroup::{Cgroup, Hierarchies},
     strays,
 };
-use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
+use sandboxer_protocol::{
+    admin::admin_server::AdminServer, controller::controller_server::ControllerServer,
+    cri::runtime_service_server::RuntimeServiceServer,
+};
 use sandboxer_vmm::{DiskLimits, VmmInfo, Vmms};
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
@@ -41,8 +44,8 @@ use tonic::transport::{Server, server::Router};
 
 use crate::{
     api::{
-        self, admin::AdminService, peers, sandbox::SandboxService, sandbox_container, task,
-        task::TaskService, ttrpc_server,
+        self, admin::AdminService, cri_checkpoints::CriCheckpoints, peers, sandbox::SandboxService,
+        sandbox_container, task, task::TaskService, ttrpc_server,
     },
     checkpoint::Checkpoints,
     events::Events,
@@ -216,7 +219,8 @@ pub fn node(
     let templates =
         Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone(), preparation);
     let templates = templates.map_err(in_state("open templates in"))?;
-    let checkpoints = Checkpoints::open(&config.state_dir).map_err(in_state("open checkpoints in"))?;
+    let checkpoints =
+        Checkpoints::open(&config.state_dir, &config.checkpoints).map_err(in_state("open checkpoints in"))?;
     let node = Arc::new(DaemonState {
         checkpoints,
         templates,
@@ -297,7 +301,8 @@ async fn serve(
     let mut services = Services::new(shutdown.clone());
     let controller = Server::builder().add_service(ControllerServer::from_arc(controller));
     services.spawn_grpc("controller", controller, listeners.controller);
-    let admin = Server::builder().add_service(AdminServer::new(admin));
+    let of_cri = RuntimeServiceServer::new(CriCheckpoints::new(node.clone()));
+    let admin = Server::builder().add_service(AdminServer::new(admin)).add_service(of_cri);
     services.spawn_grpc("admin", admin, listeners.admin);
     if let Some(listener) = metrics {
         services.spawn_metrics(listener, node.clone());
@@ -354,6 +359,9 @@ fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> Jo
     tokio::spawn(clocks::keep(node.clone()));
     tokio::spawn(heap::trim_at_rest(node.events.listen()));
     tokio::spawn(forget_unclaimed(node.clone()));
+    if node.config.checkpoints.max_age.is_some() {
+        tokio::spawn(remove_aged(node.checkpoints.clone()));
+    }
     let (node, until) = (node.clone(), shutdown.clone());
     tokio::spawn(async move {
         let shape = usual_shape(&node.config);
@@ -372,12 +380,22 @@ async fn forget_unclaimed(node: Arc<DaemonState>) {
         tokio::time::sleep(CLAIMED_WITHIN).await;
         let is_unknown = node.registry.pods().iter().any(|pod| pod.status().state == PodState::Unknown);
         let quarantine = Quarantine::of(&node.config);
-        let held = tokio::task::spawn_blocking(move || quarantine.running_pods()).await;
-        let held = held.map_err(io::Error::other).and_then(|held| held);
-        let are_adopted = held.is_ok_and(|pods| pods.iter().all(|pod| node.registry.pod(pod).is_ok()));
+        let running = tokio::task::spawn_blocking(move || quarantine.running_pods()).await;
+        let running = running.map_err(io::Error::other).and_then(|running| running);
+        let are_adopted = running.is_ok_and(|pods| pods.iter().all(|pod| node.registry.pod(pod).is_ok()));
         if !is_unknown && are_adopted {
             return node.front.forget_rest(front::DELETED);
         }
+    }
+}
+
+/// Removes checkpoints when they are too old.
+async fn remove_aged(checkpoints: Arc<Checkpoints>) {
+    loop {
+        tokio::time::sleep(AGED_WITHIN).await;
+        let checkpoints = checkpoints.clone();
+        // A panic was logged, and the next round may be better.
+        let _ = tokio::task::spawn_blocking(move || checkpoints.remove_aged(now_ns())).await;
     }
 }
 
@@ -485,6 +503,9 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
 /// that is left after this time belongs to something that no longer exists.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(300);
 
+/// Time after which a checkpoint that is too old is removed at the latest.
+const AGED_WITHIN: Duration = Duration::from_secs(300);
+
 /// Time limit for the exit of a worker that has lost its front.
 const ORPHANS_END: Duration = Duration::from_secs(3);
 
@@ -493,8 +514,8 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
     private_dir(dir)?;
     let path = dir.join(name);
     let key = format!("lock {}", path.display());
-    if let Some(held) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
-        return Ok(held);
+    if let Some(fd) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
+        return Ok(fd);
     }
     let failed = |source| DaemonError::Path { action: "create lock", path: path.clone(), source };
     // On a read-only disk, the file may exist from an earlier daemon.
@@ -533,13 +554,14 @@ mod tests {
         let front = Front::connect(ours).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
-        let config = Config { run_dir, state_dir, ..Config::default() };
+        let mut config = Config { run_dir, state_dir, ..Config::default() };
+        // None of the host's.
+        config.vm.idle_cgroup.clear();
         let node = node(config, Arc::new(FakeVmm::new(|_| ())), front).unwrap();
         let spec = PodSpec::plain("web".parse().unwrap(), 1, 128);
         let id = spec.id.clone();
         let status = PodStatus { state: PodState::Unknown, ..PodStatus::created(1) };
-        let of = node.clone();
-        let made = || pod::spawn(of, spec, LinkKey::random(), status, Default::default());
+        let made = || pod::spawn(node.clone(), spec, LinkKey::random(), status, Default::default());
         node.registry.insert(&id, made).unwrap();
 
         let forgetting = tokio::spawn(forget_unclaimed(node.clone()));

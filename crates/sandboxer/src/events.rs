@@ -103,6 +103,8 @@ pub struct PodName {
     pub uid: String,
     /// Whether the pod is one container that Kubernetes does not know: `namespace` is containerd's.
     pub alone: bool,
+    /// Whether the pod is CRI-O's: containerd does not know it.
+    pub of_cri_o: bool,
 }
 
 /// The channel of events.

@@ -71,12 +71,12 @@ pub struct Front {
 /// A handle that releases an entry of this worker once it is no longer needed. Dropping it does nothing: a worker that
 /// exits must leave what the next one needs.
 #[derive(Debug, Clone)]
-pub struct Kept {
+pub struct EntryHandle {
     front: Arc<Front>,
     key: String,
 }
 
-impl Kept {
+impl EntryHandle {
     /// Removes the entry from the front.
     pub fn release(&self) {
         self.front.forget(&self.key);
@@ -94,7 +94,7 @@ pub struct Reloads {
 
 impl Reloads {
     /// Parses the front's report.
-    fn of(note: &[u8]) -> Self {
+    fn parse(note: &[u8]) -> Self {
         let text = String::from_utf8_lossy(note);
         let (count, error) = text.split_once(' ').unwrap_or((&text, ""));
         Self { count: count.parse().unwrap_or_default(), error: error.to_owned() }
@@ -121,7 +121,7 @@ impl Front {
             let message = control::receive(socket.as_fd(), MsgFlags::empty())?;
             let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
             match message.kind {
-                Kind::Kept if message.key == RELOADS => reloads = Reloads::of(&message.note),
+                Kind::Kept if message.key == RELOADS => reloads = Reloads::parse(&message.note),
                 Kind::Kept => {
                     inherited.insert(message.key, Entry { note: message.note, fds: message.fds });
                 }
@@ -156,7 +156,7 @@ impl Front {
         key: &str,
         note: &impl Serialize,
         fds: &[BorrowedFd<'_>],
-    ) -> io::Result<Kept> {
+    ) -> io::Result<EntryHandle> {
         let note = serde_json::to_vec(note).map_err(io::Error::other)?;
         fail(format_args!("the front keeps a note: {key}"))?;
         if let Some(socket) = &self.socket {
@@ -165,7 +165,7 @@ impl Front {
             pass(format_args!("the front keeps {}", kind(key)));
         }
         self.lock().remove(key);
-        Ok(Kept { front: self.clone(), key: key.to_owned() })
+        Ok(EntryHandle { front: self.clone(), key: key.to_owned() })
     }
 
     /// Opens the FIFO at `path`, read-only or for both reading and writing, and keeps it under the key: it stays open
@@ -210,9 +210,9 @@ impl Front {
     }
 
     /// Takes an entry as [`Front::take`] does, with its handle.
-    pub fn take_kept(self: &Arc<Self>, key: &str) -> Option<(Entry, Kept)> {
+    pub fn take_with_handle(self: &Arc<Self>, key: &str) -> Option<(Entry, EntryHandle)> {
         let entry = self.take(key)?;
-        Some((entry, Kept { front: self.clone(), key: key.to_owned() }))
+        Some((entry, EntryHandle { front: self.clone(), key: key.to_owned() }))
     }
 
     /// Returns the note of an earlier worker's entry, without taking the entry.

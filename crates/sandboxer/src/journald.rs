@@ -70,11 +70,11 @@ struct Entry {
 }
 
 impl Entry {
-    fn new(of: &Metadata<'_>) -> Self {
+    fn new(metadata: &Metadata<'_>) -> Self {
         let mut entry = Self { fields: Vec::new(), message: String::new(), details: String::new() };
-        entry.add("PRIORITY", priority(*of.level()));
+        entry.add("PRIORITY", priority(*metadata.level()));
         entry.add("SYSLOG_IDENTIFIER", "sandboxer");
-        entry.add("SANDBOXER_TARGET", of.target());
+        entry.add("SANDBOXER_TARGET", metadata.target());
         entry
     }
 

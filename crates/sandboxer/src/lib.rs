@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod checkpoint;
+mod containerd;
 pub mod daemon;
 pub mod error;
 pub mod events;

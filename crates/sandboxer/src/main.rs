@@ -125,13 +125,13 @@ async fn serve(config: Config, front: Arc<Front>) -> anyhow::Result<()> {
     let shutdown = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot watch SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot watch SIGINT")?;
-    let asked = shutdown.clone();
+    let trigger = shutdown.clone();
     tokio::spawn(async move {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
-        asked.cancel();
+        trigger.cancel();
     });
     let ready = front.clone();
     daemon::run(config, front, shutdown, |recovered| {

@@ -49,17 +49,17 @@ pub struct PrivilegeError {
 
 /// Drops all capabilities that are not [`KEPT`]. Must run before the process has other threads: each has its own sets.
 pub fn drop_unneeded() -> Result<(), PrivilegeError> {
-    let kept: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
+    let needed: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
     let failed = |capability: String| move |source| PrivilegeError { capability, source };
     let all = || failed("sets".to_owned());
-    for capability in caps::read(None, CapSet::Bounding).map_err(all())?.difference(&kept) {
+    for capability in caps::read(None, CapSet::Bounding).map_err(all())?.difference(&needed) {
         caps::drop(None, CapSet::Bounding, *capability).map_err(failed(capability.to_string()))?;
     }
     // So programs of other users inherit none.
     caps::clear(None, CapSet::Inheritable).map_err(all())?;
     for set in [CapSet::Effective, CapSet::Permitted] {
-        let held = caps::read(None, set).map_err(all())?;
-        caps::set(None, set, &held.intersection(&kept).copied().collect()).map_err(all())?;
+        let current = caps::read(None, set).map_err(all())?;
+        caps::set(None, set, &current.intersection(&needed).copied().collect()).map_err(all())?;
     }
     Ok(())
 }
@@ -79,9 +79,9 @@ mod tests {
             (before, sets.map(|set| caps::read(None, set).unwrap()))
         });
         let (before, [bounding, permitted, effective, inheritable]) = sets.join().unwrap();
-        let kept: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
-        assert!(bounding.is_subset(&kept), "{bounding:?}");
-        assert_eq!(permitted, before.intersection(&kept).copied().collect());
+        let needed: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
+        assert!(bounding.is_subset(&needed), "{bounding:?}");
+        assert_eq!(permitted, before.intersection(&needed).copied().collect());
         assert_eq!(effective, permitted);
         assert!(inheritable.is_empty());
     }

@@ -69,8 +69,10 @@ impl Host {
 
 fn pod(node: &Arc<DaemonState>, id: &str, vmm: Option<VmmName>, start_path: StartPath) -> PodHandle {
     let spec = PodSpec { vmm, start_path, ..PodSpec::plain(id.parse().unwrap(), 1, 128) };
-    let (of, key, status) = (node.clone(), LinkKey::random(), PodStatus::created(1));
-    node.registry.insert(&spec.id.clone(), || pod::spawn(of, spec, key, status, Default::default())).unwrap()
+    let spawn = || {
+        pod::spawn(node.clone(), spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default())
+    };
+    node.registry.insert(&spec.id, spawn).unwrap()
 }
 
 fn kind(node: &DaemonState, vmm: Option<VmmName>) -> Kind {
@@ -117,8 +119,8 @@ async fn each_vmm_has_its_part_of_the_pool() {
     let host = Host::new();
     let node = host.node();
     let shutdown = CancellationToken::new();
-    let (of, until) = (node.clone(), shutdown.clone());
-    let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
+    let (daemon, until) = (node.clone(), shutdown.clone());
+    let filling = tokio::spawn(async move { daemon.pool.keep_filled(&daemon, &until).await });
     let first = pod(&node, "first", FIRECRACKER, StartPath::Pool);
     first.start().await.unwrap();
     let waits = async {

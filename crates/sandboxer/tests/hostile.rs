@@ -234,9 +234,9 @@ async fn containers_of_a_guest_that_breaks_its_session_have_been_killed() {
     let phase = view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap().clone();
     let reason = pod.stopped().await.unwrap().reason;
     assert_eq!(phase.exit().map(|exit| (exit.code, &exit.reason)), Some((KILLED, &reason)));
-    let mut said = String::new();
-    stderr.read_to_string(&mut said).await.unwrap();
-    assert_eq!(said, format!("sandboxer: {reason}\n"));
+    let mut written = String::new();
+    stderr.read_to_string(&mut written).await.unwrap();
+    assert_eq!(written, format!("sandboxer: {reason}\n"));
     pod.delete(id("c1"), None).await.unwrap();
     pod.remove().await.unwrap();
 }
@@ -365,10 +365,10 @@ async fn the_next_daemon_takes_no_list_without_end() {
     hostile.start_process(id("c1"), None).await.unwrap();
 
     *node.next.lock().unwrap() = Some(Nature::ListsForEver);
-    let of = hostile.id().clone();
+    let pod_id = hostile.id().clone();
     let next = node.test.killed([hostile]);
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
-    let taken_up = next.registry.pod(&of).unwrap();
+    let taken_up = next.registry.pod(&pod_id).unwrap();
     assert!(matches!(phase(&taken_up, "c1").await, Phase::Exited(_)), "nobody told that it runs");
     taken_up.remove().await.unwrap();
 }

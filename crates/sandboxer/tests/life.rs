@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use fake_agent::{FakeAgent, HANGS, LATE};
+use fake_agent::{FakeAgent, HANGS, LATE, OUTPUT};
 use futures::FutureExt;
 use nix::{errno::Errno, sys::stat::Mode, unistd::mkfifo};
 use sandboxer::{
@@ -155,6 +155,53 @@ async fn an_exit_waits_for_nobody_who_reads_and_the_output_for_whoever_does() {
     }
 }
 
+#[tokio::test]
+async fn the_next_daemon_has_the_output_of_what_was_started_behind_its_back() {
+    let agent = FakeAgent::default();
+    let test = node(&agent);
+    let pod = running(&test, "sibling").await;
+    let mut new = test.container("c1", "true");
+    new.stdio.stderr = Default::default();
+    let mut stdout = reader(&new.stdio.stdout);
+    test.node.registry.insert_container(&id("c1"), pod.id()).unwrap();
+    pod.create_container(new).await.unwrap();
+    let next = test.killed([pod]);
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+    let pod = next.registry.pod(&id("web")).unwrap();
+    assert_eq!(phase(&pod, "c1").await, Phase::Created);
+    // The start that the daemon before had sent arrives now; the program prints, and exits.
+    agent.kill("c1");
+    assert_eq!(exit(&pod, "c1").await.code, KILLED);
+    let mut seen = Vec::new();
+    timeout(LONG, stdout.read_to_end(&mut seen)).await.expect("it has no end").unwrap();
+    assert_eq!(String::from_utf8_lossy(&seen), String::from_utf8_lossy(OUTPUT));
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_next_daemon_does_not_know_an_exec_that_was_deleted_after_the_last_record() {
+    let test = node(&FakeAgent::default());
+    let pod = running(&test, "c1").await;
+    let process = serde_json::json!({"args": ["true"], "cwd": "/", "user": {"uid": 0, "gid": 0}}).to_string();
+    let exec = |name| (id("c1"), id(name), process.clone().into_bytes(), Default::default());
+    for name in ["e1", "e2"] {
+        let (of, exec, process, stdio) = exec(name);
+        pod.create_exec(of, exec, process, stdio).await.unwrap();
+    }
+    // Its record has both.
+    make(&test, &pod, "c2").await.unwrap();
+    pod.delete(id("c1"), Some(id("e1"))).await.unwrap();
+    let next = test.killed([pod]);
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+    let pod = next.registry.pod(&id("web")).unwrap();
+    let gone = pod.process(id("c1"), Some(id("e1"))).await.unwrap_err();
+    assert_eq!(gone.code(), Code::NotFound, "{gone}");
+    assert_eq!(*pod.process(id("c1"), Some(id("e2"))).await.unwrap().phase.borrow(), Phase::Created);
+    let (of, exec, process, stdio) = exec("e1");
+    pod.create_exec(of, exec, process, stdio).await.unwrap();
+    pod.remove().await.unwrap();
+}
+
 /// Returns a container as the pod's record has it.
 fn recorded(test: &TestNode, container: &str) -> Option<serde_json::Value> {
     let record = fs::read(test.dir.path().join("state/pods/web.json")).unwrap();
@@ -249,8 +296,8 @@ async fn a_creation_whose_caller_has_gone_is_undone_and_a_deletion_waits_for_tha
             let mut creating = std::pin::pin!(make(&test, &pod, &late));
             assert!(creating.as_mut().now_or_never().is_none());
             let mut hanging = agent.hanging.subscribe();
-            let asked = hanging.wait_for(|hanging| *hanging == 1);
-            timeout(LONG, asked).await.expect("the guest is not asked").unwrap();
+            let is_hanging = hanging.wait_for(|hanging| *hanging == 1);
+            timeout(LONG, is_hanging).await.expect("the guest is not asked").unwrap();
         }
         let mut deleting = std::pin::pin!(pod.delete(id(&late), None));
         if is_deleted {
@@ -262,12 +309,12 @@ async fn a_creation_whose_caller_has_gone_is_undone_and_a_deletion_waits_for_tha
             let exit = timeout(LONG, deleting).await.expect("it is not answered").unwrap();
             assert_eq!(exit.code, KILLED);
         }
-        let gone = async {
+        let removed = async {
             while test.node.registry.pod_of(&id(&late)).is_ok() {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(LONG, gone).await.expect("nobody has it, and it stays");
+        timeout(LONG, removed).await.expect("nobody has it, and it stays");
         assert_eq!((agent.containers(), test.vmm.disks(pod.id())), (vec!["sibling".to_owned()], disks));
         assert_eq!(pod.delete(id(&late), None).await.unwrap_err().code(), Code::NotFound);
         make(&test, &pod, &late).await.expect("its id is not free");
@@ -299,8 +346,8 @@ async fn a_pod_whose_record_stays_is_not_removed() {
         let test = node(&FakeAgent::default());
         let pod = running(&test, "c1").await;
         let failing = inject("a record is removed", test.dir.path().to_str().unwrap(), error as i32, 1);
-        let told = pod.remove().await.unwrap_err();
-        assert!(failing.is_used_up() && told.to_string().contains("web"), "{told}");
+        let failure = pod.remove().await.unwrap_err();
+        assert!(failing.is_used_up() && failure.to_string().contains("web"), "{failure}");
         assert!(test.node.registry.pod(pod.id()).is_ok());
         pod.remove().await.unwrap();
         assert!(test.node.registry.pod(pod.id()).is_err());
@@ -364,8 +411,8 @@ async fn an_exec_that_the_front_does_not_note_or_of_a_paused_container_is_none()
     };
     for error in ERRORS {
         let _failing = inject("the front keeps a note", "exec unnoted e1", error as i32, 1);
-        let told = exec().await.unwrap_err();
-        assert_eq!(told.code(), Code::Internal, "{told}");
+        let failure = exec().await.unwrap_err();
+        assert_eq!(failure.code(), Code::Internal, "{failure}");
         assert_eq!(agent.execs(), [] as [String; 0], "the guest has it");
     }
     pod.set_paused(id("unnoted"), true).await.unwrap();
@@ -382,9 +429,9 @@ async fn what_is_deleted_before_its_start_answers_as_with_runc_and_its_end_is_re
     let process = serde_json::json!({"args": ["true"], "cwd": "/", "user": {"uid": 0, "gid": 0}});
     let process = process.to_string().into_bytes();
     pod.create_exec(id("sibling"), id("e1"), process, Default::default()).await.unwrap();
-    for (of, exec) in [("sibling", Some(id("e1"))), ("c1", None)] {
-        let deleted = pod.delete(id(of), exec).await.unwrap();
-        assert_eq!((deleted.code, deleted.at_ns), (0, 0), "{of}");
+    for (container, exec) in [("sibling", Some(id("e1"))), ("c1", None)] {
+        let deleted = pod.delete(id(container), exec).await.unwrap();
+        assert_eq!((deleted.code, deleted.at_ns), (0, 0), "{container}");
     }
     let mut seen = Vec::new();
     while seen.last().is_none_or(|(kind, _)| *kind != Kind::ContainerDeleted) {
@@ -398,12 +445,17 @@ async fn what_is_deleted_before_its_start_answers_as_with_runc_and_its_end_is_re
 }
 
 #[tokio::test]
-async fn a_pause_and_its_end_are_reported() {
+async fn a_pause_is_reported_and_the_exit_of_its_container_ends_it() {
     let test = node(&FakeAgent::default());
     let pod = running(&test, "c1").await;
     let mut events = test.node.events.listen();
     pod.set_paused(id("c1"), true).await.unwrap();
     assert_eq!(until(&mut events, Kind::ContainerPaused).await.container, Some(id("c1")));
+    assert!(pod.process(id("c1"), None).await.unwrap().paused);
+    // A frozen process can be killed, and nothing is paused then.
+    pod.signal(id("c1"), None, 9, false).await.unwrap();
+    exit(&pod, "c1").await;
+    assert!(!pod.process(id("c1"), None).await.unwrap().paused);
     pod.remove().await.unwrap();
 }
 
@@ -435,6 +487,29 @@ async fn what_the_state_of_a_container_does_not_allow_is_answered_as_with_runc()
 }
 
 #[tokio::test]
+async fn the_input_of_a_terminal_ends_by_a_request_and_not_with_its_writer() {
+    let agent = FakeAgent::default();
+    let test = node(&agent);
+    let pod = running(&test, "sibling").await;
+    let mut new = test.container("c1", "sh");
+    (new.stdio.stderr, new.stdio.terminal) = (Default::default(), true);
+    new.stdio.stdin = new.bundle.join("stdin");
+    mkfifo(&new.stdio.stdin, Mode::S_IRWXU).unwrap();
+    let writer = fs::OpenOptions::new().read(true).write(true).open(&new.stdio.stdin).unwrap();
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+    drop(writer);
+    let mut ended = agent.ended_inputs.subscribe();
+    let early = timeout(Duration::from_millis(300), ended.wait_for(|ended| !ended.is_empty())).await;
+    assert!(early.is_err(), "containerd's end would hang it up");
+    drop(early);
+    pod.close_stdin(id("c1"), None).await.unwrap();
+    let ended = ended.wait_for(|ended| ended.iter().any(|name| name == "c1"));
+    timeout(LONG, ended).await.expect("the terminal is not hung up").unwrap();
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
 async fn an_input_that_is_closed_before_the_start_ends() {
     let agent = FakeAgent::default();
     let test = node(&agent);
@@ -447,7 +522,7 @@ async fn an_input_that_is_closed_before_the_start_ends() {
     pod.close_stdin(id("c1"), None).await.unwrap();
     pod.start_process(id("c1"), None).await.unwrap();
     let mut ended = agent.ended_inputs.subscribe();
-    let ended = ended.wait_for(|ended| ended.iter().any(|of| of == "c1"));
+    let ended = ended.wait_for(|ended| ended.iter().any(|name| name == "c1"));
     timeout(LONG, ended).await.expect("the program waits for more").unwrap();
     pod.remove().await.unwrap();
 }

@@ -105,6 +105,11 @@ async fn the_dashboard_and_the_alerts_name_only_what_there_is() {
         ("sandboxer_stage_seconds_bucket", "le,outcome,stage"),
         ("sandboxer_numa_vcpus", "node"),
         ("sandboxer_trace_spans_total", "result"),
+        ("sandboxer_checkpoints", ""),
+        ("sandboxer_checkpoints_bytes", ""),
+        ("sandboxer_checkpoint_saves_total", "result"),
+        ("sandboxer_checkpoint_restores_total", "result"),
+        ("sandboxer_checkpoint_pause_seconds_bucket", "le"),
     ] {
         let seen = series.get(name).unwrap_or_else(|| panic!("{name} is not in {scraped}"));
         assert_eq!(seen.iter().cloned().collect::<Vec<_>>().join(","), labels, "{name}");

@@ -20,7 +20,7 @@ use sandboxer::{
         recover::{self, Records},
         spec::PodSpec,
     },
-    state::PodStatus,
+    state::{PodState, PodStatus},
     template::Shape,
 };
 use sandboxer_base::Code;
@@ -40,28 +40,28 @@ struct TwoNodes {
 
 impl TwoNodes {
     fn new() -> Self {
-        Self::with(|_| ())
+        Self::configured(|_| ())
     }
 
-    fn with(configure: impl FnOnce(&mut Config)) -> Self {
+    fn configured(configure: impl FnOnce(&mut Config)) -> Self {
         let agent = FakeAgent::default();
         let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
         let mut config = Config::default();
-        let test = TestNode::with(vmm, |of| {
-            of.placement.nodes_dir = of.run_dir.with_file_name("node");
-            fs::create_dir_all(of.run_dir.with_file_name("cgroup")).unwrap();
+        let test = TestNode::with(vmm, |node_config| {
+            node_config.placement.nodes_dir = node_config.run_dir.with_file_name("node");
+            fs::create_dir_all(node_config.run_dir.with_file_name("cgroup")).unwrap();
             for (node, cpus) in [(0, "0-3"), (1, "4-7")] {
-                let dir = of.placement.nodes_dir.join(format!("node{node}"));
+                let dir = node_config.placement.nodes_dir.join(format!("node{node}"));
                 fs::create_dir_all(&dir).unwrap();
                 fs::write(dir.join("cpulist"), cpus).unwrap();
             }
             for name in ["kernel", "initramfs"] {
-                fs::write(of.run_dir.with_file_name(name), name).unwrap();
+                fs::write(node_config.run_dir.with_file_name(name), name).unwrap();
             }
-            of.vm.kernel = of.run_dir.with_file_name("kernel");
-            of.vm.initramfs = of.run_dir.with_file_name("initramfs");
-            configure(of);
-            config.clone_from(of);
+            node_config.vm.kernel = node_config.run_dir.with_file_name("kernel");
+            node_config.vm.initramfs = node_config.run_dir.with_file_name("initramfs");
+            configure(node_config);
+            config.clone_from(node_config);
         });
         let host = Self { node: test.node.clone(), test, config };
         host.available(0, 1000);
@@ -192,7 +192,7 @@ async fn huge_pages_are_refused_by_name_with_a_vmm_that_does_not_reserve_them() 
 
 #[tokio::test]
 async fn without_a_policy_no_file_is_written() {
-    let host = TwoNodes::with(|config| config.placement.policy = PlacementPolicy::Off);
+    let host = TwoNodes::configured(|config| config.placement.policy = PlacementPolicy::Off);
     let pod = host.started("one", 1).await;
     let at = place(&pod).await;
     assert_eq!((at.node, at.reason.as_str()), (None, ""));
@@ -218,6 +218,20 @@ async fn the_next_daemon_knows_where_a_pod_is() {
     assert!(at.reason.contains("most room"), "{}", at.reason);
     pod.stop().await.unwrap();
     assert_eq!(next.placer.load(1).vcpus, 0);
+}
+
+/// As when another hierarchy of control groups was mounted since the pod's start.
+#[tokio::test]
+async fn a_pod_without_its_group_gets_one_from_the_next_daemon_and_lives_on() {
+    let host = TwoNodes::new();
+    let pod = host.started("web", 2).await;
+    host.node.registry.remove(pod.id());
+    drop(pod);
+    fs::remove_dir_all(host.path("cgroup/pods/sandboxer-web")).unwrap();
+    let next = host.daemon();
+    recover::recover(&next, Records::read(&next).unwrap()).await;
+    host.comes_to_have("web", "cgroup.procs", &std::process::id().to_string()).await;
+    assert_eq!(next.registry.pod(&id("web")).unwrap().status().state, PodState::Ready);
 }
 
 #[tokio::test]
@@ -309,7 +323,7 @@ async fn a_pod_is_moved_on_request() {
 #[tokio::test]
 async fn a_move_that_the_kernel_refuses_leaves_the_pod_where_it_is() {
     // A node that no host has.
-    let host = TwoNodes::with(|config| {
+    let host = TwoNodes::configured(|config| {
         let dir = config.placement.nodes_dir.join("node900");
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join("cpulist"), "8-9").unwrap();
@@ -325,10 +339,10 @@ async fn a_move_that_the_kernel_refuses_leaves_the_pod_where_it_is() {
 
 #[tokio::test]
 async fn vms_of_the_pool_are_on_both_nodes_and_a_pod_takes_one_of_its_own() {
-    let host = TwoNodes::with(|config| config.pool = PoolConfig { min: 3, max: 3 });
+    let host = TwoNodes::configured(|config| config.pool = PoolConfig { min: 3, max: 3 });
     let shutdown = CancellationToken::new();
-    let (of, until) = (host.node.clone(), shutdown.clone());
-    let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
+    let (daemon, until) = (host.node.clone(), shutdown.clone());
+    let filling = tokio::spawn(async move { daemon.pool.keep_filled(&daemon, &until).await });
     let nodes = || {
         let mut nodes: Vec<_> = host.node.pool.list().into_iter().map(|warm| warm.node).collect();
         nodes.sort();

@@ -121,8 +121,8 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
             tokio::task::yield_now().await;
         }
         pod.stop().await.unwrap();
-        let told = starting.await.unwrap().unwrap_err();
-        assert_eq!(told.code(), Code::Cancelled, "{told}");
+        let error = starting.await.unwrap().unwrap_err();
+        assert_eq!(error.code(), Code::Cancelled, "{error}");
         assert_eq!(pod.status().state, PodState::Stopped);
         assert!(!test.node.run_dir(pod.id()).exists(), "{fault:?} left its run directory");
         assert!(test.vmm.running().is_empty(), "{fault:?} left its VMM");
@@ -173,9 +173,9 @@ async fn a_container_that_waits_for_its_turn_gives_up_when_its_pod_is_stopped_or
         } else {
             pod.stop().await.unwrap()
         }
-        let told =
+        let error =
             tokio::time::timeout(Duration::from_secs(30), making).await.expect("it waits on").unwrap_err();
-        assert_eq!(told.code(), Code::Cancelled, "{told}");
+        assert_eq!(error.code(), Code::Cancelled, "{error}");
         pod.remove().await.unwrap();
     }
     drop(places);
@@ -252,8 +252,8 @@ async fn all_who_wait_for_a_start_that_fails_hear_why() {
     test.vmm.inject(Fault::FailsToBoot);
     let pod = test.pod("bad");
     let waiting = futures::future::join_all((0..3).map(|_| pod.start())).await;
-    for told in waiting {
-        let error = told.unwrap_err();
+    for result in waiting {
+        let error = result.unwrap_err();
         assert_eq!(error.code(), Code::Internal, "{error}");
         assert!(error.to_string().contains("injected failure"), "{error}");
     }
@@ -319,7 +319,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
         pod.create_container(new).await.unwrap();
         pod.start_process(id(name), None).await.unwrap();
     }
-    let of = pod.id().clone();
+    let pod_id = pod.id().clone();
     let next = test.killed([pod]);
     // As containerd does with a container whose connection is lost.
     fs::remove_dir_all(test.dir.path().join("bundles/forgotten")).unwrap();
@@ -337,7 +337,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
     let deleted = tokio::time::timeout(Duration::from_secs(20), deleted).await.expect("nothing was ended");
     assert_eq!(deleted, id("forgotten"));
     assert!(next.registry.pod_of(&id("forgotten")).is_err());
-    let pod = next.registry.pod(&of).unwrap();
+    let pod = next.registry.pod(&pod_id).unwrap();
     assert_eq!(phase(&pod, "kept").await, Phase::Running);
     pod.remove().await.unwrap();
 }
@@ -479,7 +479,7 @@ async fn a_record_nobody_understands_is_put_aside_not_deleted() {
     let recovered = recover::recover(&test.node, recover::Records::read(&test.node).unwrap()).await;
     assert_eq!(recovered.quarantined, 1);
     assert!(!torn.exists());
-    let kept: Vec<_> = fs::read_dir(test.dir.path().join("state/quarantine")).unwrap().collect();
+    let left: Vec<_> = fs::read_dir(test.dir.path().join("state/quarantine")).unwrap().collect();
     // The record, and its status.
-    assert_eq!(kept.len(), 2, "{kept:?}");
+    assert_eq!(left.len(), 2, "{left:?}");
 }

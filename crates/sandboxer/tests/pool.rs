@@ -35,7 +35,7 @@ const ROUND: Duration = Duration::from_secs(5);
 const LONG: Duration = Duration::from_secs(3600);
 
 /// A daemon's pool that is kept filled.
-struct Kept {
+struct PoolTest {
     node: Arc<DaemonState>,
     vmm: Arc<FakeVmm>,
     meminfo: PathBuf,
@@ -44,7 +44,7 @@ struct Kept {
     dir: TempDir,
 }
 
-impl Kept {
+impl PoolTest {
     fn new(min: usize, max: usize) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -64,11 +64,11 @@ impl Kept {
         let pool = Pool::new(node.config.pool, USUAL, Meminfo::at(&meminfo));
         let node = Arc::new(DaemonState { pool, ..node });
         let shutdown = CancellationToken::new();
-        let (of, until) = (node.clone(), shutdown.clone());
-        let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
-        let kept = Self { node, vmm, meminfo, shutdown, filling, dir };
-        kept.has_memory(1 << 20);
-        kept
+        let (daemon, until) = (node.clone(), shutdown.clone());
+        let filling = tokio::spawn(async move { daemon.pool.keep_filled(&daemon, &until).await });
+        let test = Self { node, vmm, meminfo, shutdown, filling, dir };
+        test.has_memory(1 << 20);
+        test
     }
 
     /// Sets the memory of the host beyond the reserve, MiB; `None`: there is none.
@@ -92,9 +92,9 @@ impl Kept {
 
     fn pod(&self, id: &str) -> PodHandle {
         let spec = PodSpec { start_path: StartPath::Pool, ..PodSpec::plain(id.parse().unwrap(), 1, 128) };
-        let (of, key, status) = (self.node.clone(), LinkKey::random(), PodStatus::created(1));
+        let (node, key, status) = (self.node.clone(), LinkKey::random(), PodStatus::created(1));
         let id = spec.id.clone();
-        self.node.registry.insert(&id, || pod::spawn(of, spec, key, status, Default::default())).unwrap()
+        self.node.registry.insert(&id, || pod::spawn(node, spec, key, status, Default::default())).unwrap()
     }
 
     fn waiting(&self, shape: Shape) -> usize {
@@ -169,125 +169,125 @@ impl Kept {
 
 #[tokio::test]
 async fn arrivals_grow_the_pool_and_quiet_shrinks_it() {
-    let kept = Kept::new(1, 3);
-    kept.has(1, 0).await;
-    assert_eq!(kept.arrive(USUAL, 2).await, 1, "one waited");
-    kept.has(2, 0).await;
-    assert_eq!(kept.arrive(USUAL, 4).await, 2, "two waited");
-    kept.has(3, 0).await;
+    let test = PoolTest::new(1, 3);
+    test.has(1, 0).await;
+    assert_eq!(test.arrive(USUAL, 2).await, 1, "one waited");
+    test.has(2, 0).await;
+    assert_eq!(test.arrive(USUAL, 4).await, 2, "two waited");
+    test.has(3, 0).await;
     // Most of a minute, and then the rest.
-    kept.rounds(10).await;
-    kept.stays(3, 0, "it shrank too early").await;
-    kept.rounds(4).await;
-    kept.has(1, 0).await;
-    kept.ends().await;
+    test.rounds(10).await;
+    test.stays(3, 0, "it shrank too early").await;
+    test.rounds(4).await;
+    test.has(1, 0).await;
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn a_pod_that_no_vm_waits_for_is_counted_by_what_makes_it_another_kind() {
-    let kept = Kept::new(1, 1);
-    kept.has(1, 0).await;
+    let test = PoolTest::new(1, 1);
+    test.has(1, 0).await;
     // Pools of other usual kinds, in which nothing waits.
     let reason = |usual: Shape| {
-        let pool = Pool::new(PoolConfig { min: 1, max: 1 }, usual, Meminfo::at(&kept.meminfo));
-        pool.claim(USUAL, None, &kept.node.templates).unwrap_err()
+        let pool = Pool::new(PoolConfig { min: 1, max: 1 }, usual, Meminfo::at(&test.meminfo));
+        pool.claim(USUAL, None, &test.node.templates).unwrap_err()
     };
     assert_eq!(reason(USUAL), "empty");
     assert_eq!(reason(LARGE), "other-size");
     // A pod without a network is no other kind: it waits for the template of VMs with a card.
     assert_eq!(reason(Shape { nics: 1, ..USUAL }), "preparing");
-    kept.ends().await;
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn sizes_share_one_bound() {
-    let kept = Kept::new(0, 4);
-    kept.rounds(2).await;
-    kept.stays(0, 0, "nobody has asked for any").await;
-    kept.arrive(LARGE, 9).await;
-    kept.has(0, 4).await;
-    kept.arrive(USUAL, 1).await;
-    kept.comes_to_have(1, 3).await;
-    kept.arrive(USUAL, 8).await;
-    kept.comes_to_have(2, 2).await;
-    kept.rounds(13).await;
-    kept.has(0, 0).await;
-    kept.ends().await;
+    let test = PoolTest::new(0, 4);
+    test.rounds(2).await;
+    test.stays(0, 0, "nobody has asked for any").await;
+    test.arrive(LARGE, 9).await;
+    test.has(0, 4).await;
+    test.arrive(USUAL, 1).await;
+    test.comes_to_have(1, 3).await;
+    test.arrive(USUAL, 8).await;
+    test.comes_to_have(2, 2).await;
+    test.rounds(13).await;
+    test.has(0, 0).await;
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn starts_without_a_pause_hold_up_neither_filling_nor_trimming() {
-    let kept = Kept::new(2, 2);
-    kept.has(2, 0).await;
-    let node = kept.node.clone();
+    let test = PoolTest::new(2, 2);
+    test.has(2, 0).await;
+    let node = test.node.clone();
     let _start = node.admission.urgent();
-    kept.vmm.running().iter().for_each(|vm| assert!(kept.vmm.crash(vm)));
-    kept.rounds(1).await;
-    kept.soon("dead VMs go", |kept| kept.waiting(USUAL) < 2).await;
-    kept.comes_to_have(2, 0).await;
-    kept.arrive(USUAL, 2).await;
-    kept.comes_to_have(2, 0).await;
-    kept.ends().await;
+    test.vmm.running().iter().for_each(|vm| assert!(test.vmm.crash(vm)));
+    test.rounds(1).await;
+    test.soon("dead VMs go", |test| test.waiting(USUAL) < 2).await;
+    test.comes_to_have(2, 0).await;
+    test.arrive(USUAL, 2).await;
+    test.comes_to_have(2, 0).await;
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn a_start_that_is_cancelled_when_it_claims_leaves_no_vm() {
-    let kept = Kept::new(2, 2);
+    let test = PoolTest::new(2, 2);
     for name in ["a", "b", "c", "d"] {
-        kept.comes_to_have(2, 0).await;
-        let pod = kept.pod(name);
+        test.comes_to_have(2, 0).await;
+        let pod = test.pod(name);
         let (started, stopped) = tokio::join!(pod.start(), pod.stop());
         assert!(started.is_err(), "the stop came too late to test anything");
         stopped.unwrap();
         pod.remove().await.unwrap();
     }
-    kept.comes_to_have(2, 0).await;
-    assert_eq!(kept.vmm.running().len(), 2, "a VM belongs neither to a pod nor to the pool");
-    kept.ends().await;
+    test.comes_to_have(2, 0).await;
+    assert_eq!(test.vmm.running().len(), 2, "a VM belongs neither to a pod nor to the pool");
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn a_size_that_fails_holds_up_no_other_and_is_tried_again_in_time() {
-    let kept = Kept::new(0, 4);
-    kept.vmm.inject(Fault::FailsToBootOver(USUAL.memory_mib));
-    kept.arrive(LARGE, 3).await;
+    let test = PoolTest::new(0, 4);
+    test.vmm.inject(Fault::FailsToBootOver(USUAL.memory_mib));
+    test.arrive(LARGE, 3).await;
     for demand in 1..=2 {
-        kept.arrive(USUAL, 1).await;
-        kept.has(demand, 0).await;
+        test.arrive(USUAL, 1).await;
+        test.has(demand, 0).await;
     }
     // A claim does not cause a retry.
-    kept.vmm.inject(Fault::None);
-    kept.arrive(LARGE, 1).await;
-    assert_eq!(kept.arrive(USUAL, 2).await, 2);
-    kept.has(2, 0).await;
-    kept.rounds(5).await;
-    kept.stays(2, 0, "it was tried again too early").await;
-    kept.rounds(3).await;
-    kept.has(2, 2).await;
-    kept.ends().await;
+    test.vmm.inject(Fault::None);
+    test.arrive(LARGE, 1).await;
+    assert_eq!(test.arrive(USUAL, 2).await, 2);
+    test.has(2, 0).await;
+    test.rounds(5).await;
+    test.stays(2, 0, "it was tried again too early").await;
+    test.rounds(3).await;
+    test.has(2, 2).await;
+    test.ends().await;
 }
 
 #[tokio::test]
 async fn the_pool_gives_way_while_memory_is_short_and_stays_small_until_there_is_enough() {
-    let kept = Kept::new(3, 4);
-    kept.has(3, 0).await;
+    let test = PoolTest::new(3, 4);
+    test.has(3, 0).await;
     // There is no memory for one more, but enough for those that wait.
-    kept.has_memory(USUAL.memory_mib - 1);
-    assert_eq!(kept.arrive(USUAL, 1).await, 1);
-    kept.rounds(2).await;
-    kept.stays(2, 0, "there was no room for more, and no reason to have fewer").await;
-    kept.has_memory(None);
-    kept.rounds(1).await;
-    kept.soon("one look is enough to end all that is too many", |kept| kept.waiting(USUAL) == 0).await;
-    assert_eq!(kept.arrive(USUAL, 1).await, 0);
-    kept.rounds(3).await;
-    kept.stays(0, 0, "memory is short").await;
-    kept.has_memory(LARGE.memory_mib - 1);
-    kept.arrive(LARGE, 9).await;
-    kept.comes_to_have(3, 0).await;
+    test.has_memory(USUAL.memory_mib - 1);
+    assert_eq!(test.arrive(USUAL, 1).await, 1);
+    test.rounds(2).await;
+    test.stays(2, 0, "there was no room for more, and no reason to have fewer").await;
+    test.has_memory(None);
+    test.rounds(1).await;
+    test.soon("one look is enough to end all that is too many", |test| test.waiting(USUAL) == 0).await;
+    assert_eq!(test.arrive(USUAL, 1).await, 0);
+    test.rounds(3).await;
+    test.stays(0, 0, "memory is short").await;
+    test.has_memory(LARGE.memory_mib - 1);
+    test.arrive(LARGE, 9).await;
+    test.comes_to_have(3, 0).await;
     // Memory may get short when a pod starts: the pool reacts at once.
-    kept.has_memory(None);
-    assert_eq!(kept.arrive(USUAL, 1).await, 1);
-    kept.has(0, 0).await;
-    kept.ends().await;
+    test.has_memory(None);
+    assert_eq!(test.arrive(USUAL, 1).await, 1);
+    test.has(0, 0).await;
+    test.ends().await;
 }

@@ -23,8 +23,8 @@ fn promises(page: &str) -> usize {
         if !in_table || row.starts_with("| promise |") || row.starts_with("|---") {
             continue;
         }
-        let (promise, held_by) = row.trim_matches('|').rsplit_once('|').unwrap();
-        let tests: Vec<_> = held_by.split('`').skip(1).step_by(2).collect();
+        let (promise, tests) = row.trim_matches('|').rsplit_once('|').unwrap();
+        let tests: Vec<_> = tests.split('`').skip(1).step_by(2).collect();
         assert!(!tests.is_empty(), "nothing holds: {promise}");
         for test in tests {
             let (file, name) =

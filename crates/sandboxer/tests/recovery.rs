@@ -119,7 +119,7 @@ async fn to_stop_an_unknown_pod_or_to_kill_its_container_ends_its_vmm_first() {
             let stopped = pod.stopped().await.unwrap();
             (stopped, test.vmm.running().len())
         };
-        let asked = async {
+        let request = async {
             match by_container {
                 // As containerd does before it stops a pod.
                 true => pod.signal(id("c1"), None, 9, true).await.unwrap(),
@@ -127,7 +127,7 @@ async fn to_stop_an_unknown_pod_or_to_kill_its_container_ends_its_vmm_first() {
             }
         };
         let ((_, running), ()) =
-            tokio::time::timeout(LONG, async { tokio::join!(running, asked) }).await.unwrap();
+            tokio::time::timeout(LONG, async { tokio::join!(running, request) }).await.unwrap();
         assert_eq!(running, 0, "told stopped, and its VMM runs");
         assert!(matches!(phase(&pod, "c1").await, Phase::Exited(_)));
         pod.remove().await.unwrap();
@@ -172,12 +172,12 @@ async fn a_start_that_was_not_finished_is_forgotten_when_its_vmm_has_ended() {
     assert!(record.exists());
 
     assert!(test.vmm.crash(pod.id()));
-    let gone = async {
+    let removed = async {
         while next.registry.pod(&id("web")).is_ok() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(LONG, gone).await.expect("it stays");
+    tokio::time::timeout(LONG, removed).await.expect("it stays");
     assert!(!record.exists());
 }
 
@@ -223,11 +223,11 @@ async fn a_pod_with_a_later_record_is_not_started_anew_before_its_vmm_has_ended(
         service.status(tonic::Request::new(request)).await.unwrap_err()
     };
     let wait = ControllerWaitRequest { sandbox_id: sandbox_id(), ..Default::default() };
-    let waited = service.wait(tonic::Request::new(wait)).await.unwrap_err();
-    for told in [status().await, waited] {
+    let wait_error = service.wait(tonic::Request::new(wait)).await.unwrap_err();
+    for error in [status().await, wait_error] {
         // It is not "not found".
-        assert_eq!(told.code(), tonic::Code::Unavailable, "{told}");
-        assert!(told.message().contains(&vmm.id().to_string()), "{told}");
+        assert_eq!(error.code(), tonic::Code::Unavailable, "{error}");
+        assert!(error.message().contains(&vmm.id().to_string()), "{error}");
     }
     assert!(vmm.try_wait().unwrap().is_none(), "it was ended unasked");
 

@@ -22,19 +22,19 @@ fn a_daemon_refuses_to_start_in_the_words_of_the_check() {
         .env_remove("SANDBOXER_LOG")
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
     let missing =
         format!("guest kernel: cannot read {kernel:?}: No such file or directory (os error 2); install");
     let broken = format!("initramfs: {initramfs:?} is not a cpio archive (newc, uncompressed); install");
     for sentence in [missing, broken] {
-        assert!(said.contains(&sentence), "{sentence}\n{said}");
+        assert!(stderr.contains(&sentence), "{sentence}\n{stderr}");
     }
     assert!(!run_dir.join("controller.sock").exists(), "it listened before it knew");
 }
 
 #[tokio::test]
 async fn a_build_tells_the_protocols_that_it_speaks() {
-    let told = preflight::spoken_by(env!("CARGO_BIN_EXE_sandboxer").as_ref()).await;
-    assert_eq!(told, Some(SPOKEN));
+    let spoken = preflight::spoken_by(env!("CARGO_BIN_EXE_sandboxer").as_ref()).await;
+    assert_eq!(spoken, Some(SPOKEN));
 }

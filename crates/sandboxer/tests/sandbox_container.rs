@@ -428,3 +428,54 @@ async fn a_pod_that_containerd_has_forgotten_is_removed_and_no_other() {
     assert!(place.test.vmm.running().is_empty());
     searching.abort();
 }
+
+/// Makes the bundle of a container as CRI-O and the launcher do: `userdata` in the container's own directory.
+fn bundle_of_cri_o(place: &Place, container: &str, kind: &str, uts: &str) -> PathBuf {
+    let bundle = place.test.container(container, "sleep").bundle.join("userdata");
+    fs::create_dir_all(&bundle).unwrap();
+    let spec = json!({
+        "ociVersion": "1.2.1",
+        "root": {"path": place.test.dir.path().join("rootfs")},
+        "process": {"user": {"uid": 0, "gid": 0}, "args": ["/pause"], "cwd": "/"},
+        "hostname": "pod",
+        "annotations": {
+            "io.kubernetes.cri-o.ContainerType": kind, "io.kubernetes.cri-o.SandboxID": "0f",
+            "io.kubernetes.pod.name": "web", "io.kubernetes.pod.namespace": "shop", "io.kubernetes.pod.uid": "u1",
+        },
+        "linux": {"namespaces": [{"type": "pid"}, {"type": "ipc", "path": "/run/ipcns/0"}, {"type": "uts", "path": uts}]},
+    });
+    fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+    fs::write(bundle.join("sandboxer.json"), r#"{"containerd": ""}"#).unwrap();
+    bundle
+}
+
+/// There is no containerd that knows it: its bundle describes it, and says when it is forgotten.
+#[tokio::test]
+async fn a_pod_of_cri_o_is_the_one_that_its_bundle_describes() {
+    const INTERVAL: Duration = Duration::from_millis(20);
+    let place = Place::new().await;
+    let bundle = bundle_of_cri_o(&place, "0f", "sandbox", "/run/utsns/0");
+    let pid = place.create("0f", &bundle).await.unwrap().pid;
+    let pod = place.test.node.registry.pod(&id("0f")).unwrap();
+    let spec = pod.inspect().await.unwrap().spec;
+    assert_eq!((spec.name.as_str(), spec.namespace.as_str(), spec.hostname.as_str()), ("web", "shop", "pod"));
+    let state = place.state("0f").await.unwrap();
+    assert_eq!((state.status(), state.pid), (Status::RUNNING, pid));
+    // CRI-O asks so whether it lives.
+    place.kill("0f", 0).await.unwrap();
+
+    let stranger = bundle_of_cri_o(&place, "c1", "container", "/run/utsns/1");
+    let (code, text) = place.create("c1", &stranger).await.unwrap_err();
+    assert_eq!(code, Code::INVALID_ARGUMENT, "{text}");
+    assert!(text.contains("another UTS namespace"), "{text}");
+
+    let mut events = place.test.node.events.listen();
+    let searching = tokio::spawn(sandbox_container::remove_abandoned(place.test.node.clone(), INTERVAL));
+    tokio::time::sleep(10 * INTERVAL).await;
+    assert_eq!(place.state("0f").await.unwrap().status(), Status::RUNNING, "its bundle is there");
+    // CRI-O removes the directory around it, too.
+    fs::remove_dir_all(bundle.parent().unwrap()).unwrap();
+    next(&mut events, Kind::PodRemoved).await;
+    assert!(place.test.vmm.running().is_empty());
+    searching.abort();
+}

@@ -49,7 +49,7 @@ fn root() -> PathBuf {
 /// Runs the script beside a double of cargo, which fails at first and ends with `again` when it is asked for one test.
 fn run_beside_a_double(again: i32) -> (Output, String) {
     let dir = tempfile::tempdir().unwrap();
-    let said = dir.path().join("asked");
+    let calls = dir.path().join("asked");
     for (name, text) in [("first", FIRST), ("again", AGAIN)] {
         fs::write(dir.path().join(name), text).unwrap();
     }
@@ -67,10 +67,10 @@ fn run_beside_a_double(again: i32) -> (Output, String) {
         .env("PATH", path)
         .output()
         .unwrap();
-    (output, fs::read_to_string(said).unwrap())
+    (output, fs::read_to_string(calls).unwrap())
 }
 
-fn counted(text: &[u8]) -> String {
+fn counts_of(text: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
     fs::write(&log, text).unwrap();
@@ -85,19 +85,19 @@ fn counted(text: &[u8]) -> String {
 
 #[test]
 fn an_unsteady_test_is_named_and_counts_once() {
-    let (output, asked) = run_beside_a_double(0);
+    let (output, calls) = run_beside_a_double(0);
     assert!(output.status.success(), "{output:?}");
-    assert_eq!(asked, "test --no-fail-fast -p x\ntest -p x -- --exact b::races\n");
+    assert_eq!(calls, "test --no-fail-fast -p x\ntest -p x -- --exact b::races\n");
     let words = String::from_utf8(output.stderr.clone()).unwrap();
     assert!(words.ends_with("cargo-test.sh: unsteady, passed alone: b::races\n"), "{words}");
-    assert_eq!(counted(&log_of(&output)), "4 0 1");
+    assert_eq!(counts_of(&log_of(&output)), "4 0 1");
 }
 
 #[test]
 fn a_test_that_fails_twice_fails_the_run_and_counts_once() {
     let (output, _) = run_beside_a_double(101);
     assert!(!output.status.success(), "{output:?}");
-    assert_eq!(counted(&log_of(&output)), "3 1 1");
+    assert_eq!(counts_of(&log_of(&output)), "3 1 1");
 }
 
 /// Both streams as `make` shows them: the script speaks between the two runs of cargo.

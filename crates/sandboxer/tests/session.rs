@@ -108,7 +108,7 @@ async fn a_pod_whose_session_is_cut_can_be_stopped_at_once() {
 
 /// Returns what an agent is told of a pod that asks for all that is newer than the oldest agents, and the source of the
 /// volume of its container's image.
-async fn told(agent: FakeAgent) -> (ConfigurePodRequest, String) {
+async fn configuration_of(agent: FakeAgent) -> (ConfigurePodRequest, String) {
     let (identity, specs) = (agent.identity.clone(), agent.specs.clone());
     let test = TestNode::with(Arc::new(FakeVmm::new(move |guest| agent.serve(guest))), |_| {});
     let mut spec = PodSpec::plain("web".parse().unwrap(), 1, 128);
@@ -129,12 +129,12 @@ async fn told(agent: FakeAgent) -> (ConfigurePodRequest, String) {
 
 #[tokio::test]
 async fn an_agent_of_the_release_before_is_asked_for_nothing_that_it_does_not_know() {
-    let (identity, source) = told(FakeAgent::default()).await;
+    let (identity, source) = configuration_of(FakeAgent::default()).await;
     assert_eq!((identity.limits.processes, identity.host_sysctls.len()), (99, 1));
     assert!(identity.removes_other_cards);
     assert_eq!(source, IMAGE_VOLUME);
 
-    let (identity, source) = told(FakeAgent::default().older()).await;
+    let (identity, source) = configuration_of(FakeAgent::default().older()).await;
     assert_eq!((identity.limits.processes, identity.host_sysctls.len()), (0, 0));
     assert!(!identity.removes_other_cards);
     assert!(source.starts_with(GUEST_DIR), "{source}");

@@ -140,7 +140,7 @@ async fn a_whole_template_of_another_version_or_processor_is_never_restored() {
         assert!(error.to_string().contains(&*dir.to_string_lossy()), "{error}");
         let rebuilt = node.templates.prepare(SHAPE).await.unwrap();
         assert_ne!(rebuilt.link_key, made.link_key, "{other}: the foreign one was used");
-        host.kept(&[&made.key]);
+        host.assert_stored(&[&made.key]);
     }
 }
 
@@ -251,7 +251,7 @@ async fn a_template_in_preparation_ends_with_the_daemon_and_leaves_nothing() {
             assert!(matches!(error, BuildError::Stopping), "{error}");
         }
         assert!(host.vmm.running().is_empty() && !host.path("run/template").exists());
-        host.kept(&[]);
+        host.assert_stored(&[]);
     }
 }
 
@@ -275,7 +275,7 @@ async fn what_is_replaced_while_a_template_is_made_makes_no_template() {
     *host.meddles_with.lock().unwrap() = Some(host.path("kernel"));
     let error = node.templates.prepare(SHAPE).await.unwrap_err();
     assert!(matches!(error, BuildError::Changed), "{error}");
-    host.kept(&[]);
+    host.assert_stored(&[]);
     node.templates.prepare(SHAPE).await.unwrap();
 }
 
@@ -285,8 +285,8 @@ async fn a_template_that_is_there_waits_for_none_that_is_made() {
     let node = host.node();
     node.templates.prepare(SHAPE).await.unwrap();
     host.vmm.inject(Fault::Hangs);
-    let of = node.clone();
-    let foreign = tokio::spawn(async move { of.templates.prepare(LARGER).await });
+    let daemon = node.clone();
+    let foreign = tokio::spawn(async move { daemon.templates.prepare(LARGER).await });
     let begun = async {
         while !host.path("run/template").exists() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -308,8 +308,8 @@ async fn a_template_that_its_vmm_refuses_is_made_anew_once() {
     let made = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
     assert_ne!(made, found, "what is refused is used still");
     assert_eq!(started(&node, "two").await.status().start_path, Some(StartPath::Boot));
-    let kept = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
-    assert_eq!(kept, made, "it is made again and again");
+    let again = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    assert_eq!(again, made, "it is made again and again");
     assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 2);
 }
 
@@ -322,7 +322,7 @@ async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
     let error = node.templates.prepare(LARGEST).await.unwrap_err();
     assert!(matches!(error, BuildError::NoRoom { .. }), "{error}");
     assert_eq!(node.templates.get(LARGEST).unwrap_err(), Missing::NoRoom);
-    host.kept(&[&first, &second]);
+    host.assert_stored(&[&first, &second]);
 
     // Its use is written to disk in the background.
     later(Duration::from_secs(61)).await;
@@ -336,11 +336,11 @@ async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
     tokio::time::timeout(LONG, written).await.expect("its use is written down");
     later(Duration::from_secs(61)).await;
     let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
-    host.kept(&[&first, &third]);
+    host.assert_stored(&[&first, &third]);
 
     host.most = 1;
     host.node();
-    host.kept(&[&third]);
+    host.assert_stored(&[&third]);
 }
 
 #[tokio::test]
@@ -353,26 +353,26 @@ async fn templates_keep_within_their_bytes_whatever_is_in_them() {
     node.templates.prepare(SHAPE).await.unwrap();
     let error = node.templates.prepare(LARGEST).await.unwrap_err();
     assert!(matches!(error, BuildError::NoRoom { .. }), "{error}");
-    host.kept(&[&first, &second]);
+    host.assert_stored(&[&first, &second]);
     later(Duration::from_secs(61)).await;
     let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
-    host.kept(&[&first, &third]);
+    host.assert_stored(&[&first, &third]);
 
     // A template that cannot be read takes space all the same.
     truncate(&host.template(&first).join("template.json"), 40);
     host.most_bytes = host.taken(&third) * 3 / 2;
     host.node();
-    host.kept(&[&third]);
+    host.assert_stored(&[&third]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_fills_gives_and_is_filled_again() {
     let host = Host { pool: 2, ..Host::new() };
     let node = host.node();
-    let of = node.clone();
+    let daemon = node.clone();
     let shutdown = CancellationToken::new();
     let until = shutdown.clone();
-    let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
+    let filling = tokio::spawn(async move { daemon.pool.keep_filled(&daemon, &until).await });
     filled(&node, 2).await;
     let waiting = host.vmm.running();
     let pod = started(&node, "claims").await;

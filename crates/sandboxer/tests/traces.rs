@@ -56,14 +56,14 @@ impl TraceService for CollectorDouble {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for of in request.into_inner().resource_spans {
-            let resource = of.resource.unwrap();
+        for resource_spans in request.into_inner().resource_spans {
+            let resource = resource_spans.resource.unwrap();
             let service = resource.attributes.iter().find(|a| a.key == "service.name").unwrap();
             let Some(Value::StringValue(service)) = service.value.as_ref().and_then(|v| v.value.clone())
             else {
                 return Err(Status::invalid_argument("the service has no name"));
             };
-            let spans = of.scope_spans.into_iter().flat_map(|scope| scope.spans);
+            let spans = resource_spans.scope_spans.into_iter().flat_map(|scope| scope.spans);
             self.0.lock().unwrap().extend(spans.map(|span| (service.clone(), span)));
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
@@ -234,13 +234,13 @@ async fn one_trace_shows_a_pod_from_start_to_end() {
         "container_create > find_disks (sandboxer-agent)",
     ];
     assert_eq!(tree(&spans), expected);
-    let of = |name: &str| &spans.iter().find(|(_, span)| span.name == name).unwrap().1;
-    let created = of("containerd.task.v3.Task/Create");
+    let span = |name: &str| &spans.iter().find(|(_, span)| span.name == name).unwrap().1;
+    let created = span("containerd.task.v3.Task/Create");
     assert_eq!(
         (attribute(created, "container.id"), attribute(created, "sandboxer.sandbox.id")),
         (id(), sandbox_id())
     );
-    assert_eq!(of("boot").status, None);
+    assert_eq!(span("boot").status, None);
     let counts = test.node.traces.counts().unwrap();
     assert_eq!(counts.dropped.load(Ordering::Relaxed), 0);
 }
@@ -287,7 +287,7 @@ async fn a_collector_that_hangs_costs_spans_and_nothing_else() {
 }
 
 /// Waits until something is counted, for a minute at most.
-async fn counted(count: &AtomicU64) {
+async fn until_counted(count: &AtomicU64) {
     let any = async {
         while count.load(Ordering::Relaxed) == 0 {
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -304,14 +304,14 @@ async fn a_collector_that_comes_back_receives_what_happens_from_then_on() {
     let test = node(address, 1.0);
     let counts = test.node.traces.counts().unwrap();
     test.node.traces.request("gone", None).end("");
-    counted(&counts.dropped).await;
+    until_counted(&counts.dropped).await;
     let collector = CollectorDouble::default();
     collector.serve(TcpListener::bind(address).await.unwrap()).await;
     test.node.traces.request("back", None).end("");
     let spans = collector.spans("back").await;
     assert_eq!(spans.len(), 1);
     // The collector has them before its answer is read.
-    counted(&counts.sent).await;
+    until_counted(&counts.sent).await;
     assert_eq!(counts.sent.load(Ordering::Relaxed), 1);
 }
 

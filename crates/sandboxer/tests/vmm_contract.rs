@@ -13,7 +13,7 @@ use std::{
 };
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{Destination, DiskSpec, FIRST_IMAGE, MEMORY, SPARE, VmSpec, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{Destination, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
@@ -21,9 +21,10 @@ use crate::{
     test_guest::{
         Guest, Pod,
         contract::{
-            a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back,
-            frozen, grows_and_shrinks, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
-            sealed, takes_the_disks_of_a_first_container,
+            a_running_vm_is_saved_and_goes_on, a_tap_is_held_as_long_as_the_vm_runs,
+            copies_of_a_frozen_vm_are_vms, freed_memory_comes_back, frozen, grows_and_shrinks,
+            keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+            takes_the_disks_of_a_first_container,
         },
         serve_in_memory,
     },
@@ -45,6 +46,7 @@ impl Subject for RealQemu {
     const TEMPLATE: &'static [&'static str] = &[MEMORY, "state"];
     const HAS_JAIL_DIR: bool = false;
     const HAS_HOTPLUG_MEMORY: bool = false;
+    const SAVES: bool = true;
     const HAS_HOTPLUG_VCPUS: bool = false;
     const DETACHES_ALONE: bool = true;
 
@@ -127,7 +129,7 @@ async fn an_image_and_a_writable_disk_have_a_controller_each() {
     let vmm = test_guest::qemu().await;
     let pod = Pod::new("disks");
     let vm = vmm.boot(&pod.spec()).await.unwrap();
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     // A disk that comes before the kernel knows its controller is not found.
     assert_eq!(guest.ask("hello").await, "hello host");
     for (serial, read_only) in [("writable", false), ("image", true), ("another", true)] {
@@ -162,12 +164,12 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
     let (one, two) = (Pod::new("one"), Pod::new("two"));
     let first = vmm.restore(&one.spec(), &frozen).await.unwrap();
     first.resume().await.unwrap();
-    let mut guest = Guest::of(&*first).await;
+    let mut guest = Guest::connect(&*first).await;
     assert_eq!(guest.ask("recall").await, "before");
     assert_eq!(guest.ask("remember after").await, "noted");
     let second = vmm.restore(&two.spec(), &frozen).await.unwrap();
     second.resume().await.unwrap();
-    assert_eq!(Guest::of(&*second).await.ask("recall").await, "before");
+    assert_eq!(Guest::connect(&*second).await.ask("recall").await, "before");
     assert_eq!(guest.ask("recall").await, "after");
     for vm in [first, second] {
         vm.kill().await.unwrap();
@@ -178,65 +180,13 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
 #[tokio::test(flavor = "multi_thread")]
 async fn a_running_vm_is_saved_and_goes_on_and_so_do_its_copies() {
     let vmm = test_guest::qemu().await;
-    let pod = Pod::new("running");
-    let disks = vec![pod.limited_disk(SPARE)];
-    let mut vm = vmm.boot(&VmSpec { disks, ..pod.spec() }).await.unwrap();
-    let mut guest = Guest::of(&*vm).await;
-    assert_eq!(guest.ask("hello").await, "hello host");
-    let image = DiskSpec { serial: FIRST_IMAGE.into(), ..pod.read_only_disk("image") };
-    let plugged = [pod.disk("one"), pod.disk("two"), pod.read_only_disk("three")];
-    vm.attach_disk(&image).await.unwrap();
-    for disk in &plugged {
-        vm.attach_disk(disk).await.unwrap();
-        let ro = u8::from(disk.read_only);
-        let seen = format!("disk {0} ro={ro} starts with {0}", disk.serial);
-        assert_eq!(guest.ask(&format!("await {}", disk.serial)).await, seen);
-    }
-    // In another order than they were plugged.
-    let mut records: Vec<_> = plugged.iter().rev().map(DiskSpec::record).collect();
-    records.extend([image.record(), pod.disk(SPARE).record()]);
-    let (first, second) = (Pod::new("first"), Pod::new("second"));
-    for (copy, word) in [(&first, "before"), (&second, "later")] {
-        assert_eq!(guest.ask(&format!("remember {word}")).await, "noted");
-        let to = Destination { dir: copy.path("saved"), memory_mib: pod.spec().memory_mib };
-        std::fs::create_dir(&to.dir).unwrap();
-        let began = std::time::Instant::now();
-        let saved = vm.checkpoint(&to, &records).await.unwrap();
-        vm.resume().await.unwrap();
-        println!("saved, paused for {:?}", began.elapsed());
-        assert_eq!(guest.ask("recall").await, word, "the VM that was saved does not go on");
-        assert_eq!(guest.ask("remember meanwhile").await, "noted");
-
-        let disks = saved.iter().map(|disk| {
-            let record = &disk.record;
-            let content = copy.disk(&format!("{}-of-{}", record.serial, copy.name()));
-            let content = if record.read_only { test_guest::read_only(&content) } else { content };
-            DiskSpec { serial: record.serial.clone(), ..content }
-        });
-        let spec = VmSpec { disks: disks.collect(), ..copy.spec() };
-        let frozen = sealed(to.dir);
-        let copied = vmm.restore(&spec, &frozen).await.unwrap();
-        copied.resume().await.unwrap();
-        let mut at_copy = Guest::of(&*copied).await;
-        assert_eq!(at_copy.ask("recall").await, word);
-        for disk in records.iter().filter(|disk| disk.serial != SPARE) {
-            let ro = u8::from(disk.read_only);
-            let seen = format!("disk {0} ro={ro} starts with {0}-of-{1}", disk.serial, copy.name());
-            assert_eq!(at_copy.ask(&format!("await {}", disk.serial)).await, seen);
-        }
-        copied.attach_disk(&copy.disk("further")).await.unwrap();
-        assert_eq!(at_copy.ask("await further").await, "disk further ro=0 starts with further");
-        copied.detach_disk("further").await.unwrap();
-        assert_eq!(guest.ask("recall").await, "meanwhile");
-        vm.kill().await.unwrap();
-        (vm, guest) = (copied, at_copy);
-        records = saved.into_iter().map(|disk| disk.record).collect();
-    }
+    let (pod, vm, mut records) = a_running_vm_is_saved_and_goes_on(&vmm, Pod::spec).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("recall").await, "later");
     // Where a disk was removed, a copy would have the next one at its place.
     vm.detach_disk("one").await.unwrap();
     records.retain(|disk| disk.serial != "one");
-    let to = Destination { dir: pod.path("saved"), memory_mib: pod.spec().memory_mib };
+    let to = Destination { dir: pod.path("again"), memory_mib: pod.spec().memory_mib };
     std::fs::create_dir(&to.dir).unwrap();
     let error = vm.checkpoint(&to, &records).await.unwrap_err();
     assert!(error.to_string().contains("disk two is at place 1 of its controller and not at 0"), "{error}");
@@ -249,7 +199,7 @@ async fn a_running_vm_is_saved_and_goes_on_and_so_do_its_copies() {
 async fn a_guest_that_panics_leaves_its_last_words() {
     let pod = Pod::new("panics");
     let vm = test_guest::qemu().await.boot(&pod.spec()).await.unwrap();
-    Guest::of(&*vm).await.tell("panic").await;
+    Guest::connect(&*vm).await.tell("panic").await;
     let exit = timeout(LONG, vm.exited()).await.expect("a panic ends the VM");
     assert!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
 }
@@ -259,7 +209,7 @@ async fn disks_of_the_first_moment_are_there() {
     let pod = Pod::new("boot-disk");
     let spec = VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
     let vm = test_guest::qemu().await.boot(&spec).await.unwrap();
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("await early").await, "disk early ro=0 starts with early");
     vm.attach_disk(&pod.disk("late")).await.unwrap();
     assert_eq!(guest.ask("await late").await, "disk late ro=0 starts with late");

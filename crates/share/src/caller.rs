@@ -22,7 +22,7 @@ pub struct Caller {
 
 impl Caller {
     /// Returns the caller of `request`.
-    pub fn of(request: &[u8]) -> Option<Self> {
+    pub fn parse(request: &[u8]) -> Option<Self> {
         Some(Self { uid: u32_at(request, USER)?, gid: u32_at(request, USER + 4)? })
     }
 
@@ -71,7 +71,7 @@ struct Acting {
 
 impl Drop for Acting {
     fn drop(&mut self) {
-        let restored = !self.lowered || set_effective(confine::KEPT).is_ok();
+        let restored = !self.lowered || set_effective(confine::RETAINED).is_ok();
         if !restored || !become_user(Caller { uid: 0, gid: 0 }) {
             // The thread would serve the next request as this user.
             process::abort();

@@ -22,7 +22,7 @@ const MEMORY_PER_FILE: u64 = 1 << 10;
 ///
 /// `MKNOD` is not included: a device created by a guest would be a device of the host. Nor is `DAC_READ_SEARCH`: with
 /// it, open_by_handle_at(2) opens any file of a share's file system, inside the share or not.
-pub const KEPT: [Capability; 7] = [
+pub const RETAINED: [Capability; 7] = [
     Capability::CAP_CHOWN,
     Capability::CAP_DAC_OVERRIDE,
     Capability::CAP_FOWNER,
@@ -40,26 +40,26 @@ pub fn limit(files: u64) -> anyhow::Result<()> {
     set(Resource::Data, MEMORY + files * MEMORY_PER_FILE).context("cannot limit memory")
 }
 
-/// Drops all capabilities except [`KEPT`]. They stay when a thread acts as another user for a moment, to create a file
+/// Drops all capabilities except [`RETAINED`]. They stay when a thread acts as another user for a moment, to create a file
 /// of that user.
 pub fn drop_rights() -> anyhow::Result<()> {
     // These are groups of the user who started the daemon: a thread that acts as another user would still have them.
     set_thread_groups(&[]).context("cannot leave supplementary groups")?;
-    let kept: CapsHashSet = KEPT.into_iter().collect();
+    let retained: CapsHashSet = RETAINED.into_iter().collect();
     let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP
         | CapabilitiesSecureBits::NO_SETUID_FIXUP_LOCKED
         | CapabilitiesSecureBits::NO_ROOT
         | CapabilitiesSecureBits::NO_ROOT_LOCKED;
     set_capabilities_secure_bits(bits).context("cannot keep capabilities across users")?;
     for capability in caps::runtime::thread_all_supported() {
-        if !kept.contains(&capability) {
+        if !retained.contains(&capability) {
             caps::drop(None, CapSet::Bounding, capability)
                 .with_context(|| format!("cannot drop {capability}"))?;
         }
     }
     caps::clear(None, CapSet::Inheritable).context("cannot clear inheritable capabilities")?;
-    caps::set(None, CapSet::Effective, &kept).context("cannot drop effective capabilities")?;
-    caps::set(None, CapSet::Permitted, &kept).context("cannot drop permitted capabilities")?;
+    caps::set(None, CapSet::Effective, &retained).context("cannot drop effective capabilities")?;
+    caps::set(None, CapSet::Permitted, &retained).context("cannot drop permitted capabilities")?;
     set_no_new_privs(true).context("cannot set no_new_privs")
 }
 
@@ -159,7 +159,7 @@ static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
 });
 
 fn options() -> Result<Vec<SeccompRule>, BackendError> {
-    let is = |argument, value: libc::c_int| {
+    let equals = |argument, value: libc::c_int| {
         SeccompCondition::new(
             argument,
             SeccompCmpArgLen::Dword,
@@ -167,7 +167,7 @@ fn options() -> Result<Vec<SeccompRule>, BackendError> {
             u64::from(value.unsigned_abs()),
         )
     };
-    let rule = |option| SeccompRule::new(vec![is(1, libc::SOL_SOCKET)?, is(2, option)?]);
+    let rule = |option| SeccompRule::new(vec![equals(1, libc::SOL_SOCKET)?, equals(2, option)?]);
     OPTIONS.into_iter().map(rule).collect()
 }
 

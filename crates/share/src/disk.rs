@@ -45,7 +45,7 @@ static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 pub struct Mailbox {
     files: Arc<Files>,
     slots: [Mutex<Slot>; SLOTS],
-    asked: Mutex<VecDeque<usize>>,
+    pending: Mutex<VecDeque<usize>>,
     work_added: Condvar,
 }
 
@@ -104,7 +104,7 @@ impl Mailbox {
         Self {
             files,
             slots: [const { Mutex::new(Slot::new()) }; SLOTS],
-            asked: Mutex::default(),
+            pending: Mutex::default(),
             work_added: Condvar::new(),
         }
     }
@@ -135,7 +135,7 @@ impl Mailbox {
                 checked = Instant::now();
                 self.defer()?;
             }
-            let request = nbd::Request::of(&head).ok_or(io::ErrorKind::InvalidData)?;
+            let request = nbd::Request::parse(&head).ok_or(io::ErrorKind::InvalidData)?;
             let place = usize::try_from(request.offset).ok().map(|offset| (offset / SLOT, offset % SLOT));
             let slot = place.and_then(|(number, at)| Some((number, self.slots.get(number)?, at)));
             match (request.kind, slot) {
@@ -184,7 +184,7 @@ impl Mailbox {
             Phase::Working => {}
             Phase::Asked => {
                 slot.phase = Phase::Working;
-                lock(&self.asked).push_back(number);
+                lock(&self.pending).push_back(number);
                 self.work_added.notify_one();
             }
         }
@@ -231,11 +231,11 @@ impl Mailbox {
     }
 
     fn next(&self) -> usize {
-        let mut asked = lock(&self.asked);
+        let mut pending = lock(&self.pending);
         loop {
-            match asked.pop_front() {
+            match pending.pop_front() {
                 Some(number) => return number,
-                None => asked = self.work_added.wait(asked).unwrap_or_else(PoisonError::into_inner),
+                None => pending = self.work_added.wait(pending).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
@@ -243,7 +243,7 @@ impl Mailbox {
     /// Writes the response to `request` to the place where it is read.
     fn carry_out(&self, request: &[u8], answer: &mut [u8]) {
         let request = Head::begins(request).and_then(|length| request.get(..length));
-        let head = request.and_then(Head::of);
+        let head = request.and_then(Head::parse);
         let length = match (head, request) {
             (Some(head), Some(request)) => self.files.answer(head, request, &mut answer[MESSAGE..]).len(),
             _ => 0,

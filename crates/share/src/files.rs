@@ -82,12 +82,12 @@ impl Files {
     /// Carries out a request; returns the length of the response.
     fn carry_out(&self, head: Head, message: &[u8], buffer: &mut [u8]) -> Result<usize> {
         let mut answer = Answer::in_buffer(buffer);
-        let request = Request::of(message)?;
+        let request = Request::parse(message)?;
         if let Request::Init { major, flags } = request {
             agree(major, flags, &mut answer)?;
             return answer.end(head.unique);
         }
-        let (node, caller) = wire::node(message).zip(Caller::of(message)).ok_or(Errno::INVAL)?;
+        let (node, caller) = wire::node(message).zip(Caller::parse(message)).ok_or(Errno::INVAL)?;
         match request {
             // A new file belongs to its creator.
             Request::MakeDirectory { .. }

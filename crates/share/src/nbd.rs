@@ -117,7 +117,7 @@ pub struct Request {
 
 impl Request {
     /// Parses a request; `None` if it is invalid.
-    pub fn of(bytes: &[u8; REQUEST]) -> Option<Self> {
+    pub fn parse(bytes: &[u8; REQUEST]) -> Option<Self> {
         let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         let long = |at: usize| Some(u64::from_be_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
         let length = usize::try_from(word(24)?).ok()?;

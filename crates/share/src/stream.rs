@@ -93,7 +93,7 @@ fn serve(mut stream: UnixStream, files: &Files, request: &mut [u8], buffer: &mut
         stream.read_exact(&mut request[..REQUEST_HEAD])?;
         let length = Head::begins(request).ok_or_else(invalid)?;
         stream.read_exact(&mut request[REQUEST_HEAD..length])?;
-        let head = Head::of(&request[..length]).ok_or_else(invalid)?;
+        let head = Head::parse(&request[..length]).ok_or_else(invalid)?;
         stream.write_all(files.answer(head, &request[..length], buffer))?;
     }
 }

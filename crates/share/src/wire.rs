@@ -136,7 +136,7 @@ impl<'a> Request<'a> {
     /// # Errors
     ///
     /// `ENOSYS`: requests of this kind are not served here. `EINVAL`: no kernel sends such a request.
-    pub fn of(message: &'a [u8]) -> Result<Self> {
+    pub fn parse(message: &'a [u8]) -> Result<Self> {
         let opcode = Fields(message.get(4..).ok_or(Errno::INVAL)?).u32()?;
         let mut body = Fields(message.get(REQUEST_HEAD..).ok_or(Errno::INVAL)?);
         Ok(match opcode {
@@ -247,21 +247,21 @@ fn changes(body: &mut Fields<'_>) -> Result<Changes> {
     let (_lock_owner, accessed, modified, _changed) = (body.u64()?, body.u64()?, body.u64()?, body.u64()?);
     let (accessed_ns, modified_ns, _changed_ns) = (body.u32()?, body.u32()?, body.u32()?);
     let (mode, _, uid, gid) = (body.u32()?, body.u32()?, body.u32()?, body.u32()?);
-    let is = |bit: u32| valid & 1 << bit != 0;
-    let time = |set: u32, now: u32, seconds: u64, nanoseconds| match (is(now), is(set)) {
+    let has = |bit: u32| valid & 1 << bit != 0;
+    let time = |set: u32, now: u32, seconds: u64, nanoseconds| match (has(now), has(set)) {
         (true, _) => Some(Time::Now),
         (false, true) => Some(Time::At(seconds.cast_signed(), nanoseconds)),
         (false, false) => None,
     };
     Ok(Changes {
-        handle: is(6).then_some(handle),
-        mode: is(0).then_some(mode),
-        uid: is(1).then_some(uid),
-        gid: is(2).then_some(gid),
-        size: is(3).then_some(size),
+        handle: has(6).then_some(handle),
+        mode: has(0).then_some(mode),
+        uid: has(1).then_some(uid),
+        gid: has(2).then_some(gid),
+        size: has(3).then_some(size),
         accessed: time(4, 7, accessed, accessed_ns),
         modified: time(5, 8, modified, modified_ns),
-        kill: is(11),
+        kill: has(11),
     })
 }
 
@@ -338,15 +338,15 @@ impl<'a> Answer<'a> {
 
     /// Makes `fill` write up to `size` bytes and return the number of bytes written.
     pub fn fill(&mut self, size: usize, fill: impl FnOnce(&mut [u8]) -> Result<usize>) -> Result<()> {
-        let room = self.buffer.get_mut(self.length..self.length + size).ok_or(Errno::INVAL)?;
-        self.length += fill(room)?.min(size);
+        let space = self.buffer.get_mut(self.length..self.length + size).ok_or(Errno::INVAL)?;
+        self.length += fill(space)?.min(size);
         Ok(())
     }
 
     /// Writes bytes.
     pub fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
-        self.fill(bytes.len(), |room| {
-            room.copy_from_slice(bytes);
+        self.fill(bytes.len(), |space| {
+            space.copy_from_slice(bytes);
             Ok(bytes.len())
         })
     }
@@ -428,13 +428,13 @@ mod tests {
             [&b"..\0"[..], b"..\0\0", b"..\0x\0", b".\0", b".\0\0\0", b"\0", b"a/b\0", b"/\0", b"..", b""]
         {
             let message = message(opcode::LOOKUP, name);
-            assert_eq!(Request::of(&message), Err(Errno::INVAL), "{name:?}");
+            assert_eq!(Request::parse(&message), Err(Errno::INVAL), "{name:?}");
         }
         for name in [&b"...\0"[..], b"..a\0", b".a\0", b"\xff\0"] {
-            assert!(Request::of(&message(opcode::LOOKUP, name)).is_ok(), "{name:?}");
+            assert!(Request::parse(&message(opcode::LOOKUP, name)).is_ok(), "{name:?}");
         }
         let both = [&[0; 16][..], b"from\0..\0\0"].concat();
-        assert_eq!(Request::of(&message(opcode::RENAME2, &both)), Err(Errno::INVAL));
+        assert_eq!(Request::parse(&message(opcode::RENAME2, &both)), Err(Errno::INVAL));
     }
 
     #[test]
@@ -442,12 +442,13 @@ mod tests {
         for opcode in 0..64 {
             for length in 0..120 {
                 for fill in [0, 1, 0xff] {
-                    let _ = Request::of(&message(opcode, &vec![fill; length]));
+                    let _ = Request::parse(&message(opcode, &vec![fill; length]));
                 }
             }
         }
         let all = [&u32::MAX.to_le_bytes()[..], &[0; 4], &[7; 32]].concat();
-        let Ok(Request::BatchForget { forgotten }) = Request::of(&message(opcode::BATCH_FORGET, &all)) else {
+        let Ok(Request::BatchForget { forgotten }) = Request::parse(&message(opcode::BATCH_FORGET, &all))
+        else {
             panic!("refused")
         };
         assert_eq!(forgotten.len(), 2);

@@ -14,6 +14,8 @@ pub enum Action {
     Delete,
     /// Serve a container: for containerd without a sandbox controller.
     Start,
+    /// Print the OCI features, as JSON: for CRI-O.
+    Features,
     /// Print the program's version.
     Version,
 }
@@ -100,6 +102,7 @@ impl Args {
             (None, Some("delete")) => Action::Delete,
             (None, Some("start")) if id.is_empty() => return Err(ArgsError::NoId("start")),
             (None, Some("start")) => Action::Start,
+            (None, Some("features")) => Action::Features,
             (None, Some(other)) => return Err(ArgsError::UnknownAction(other.to_owned())),
             (None, None) => return Err(ArgsError::NoAction),
         };
@@ -134,6 +137,7 @@ mod tests {
         let args = parse("--namespace=a=b -id=c1 -- delete").unwrap();
         assert_eq!((args.namespace.as_str(), args.id.as_str(), args.action), ("a=b", "c1", Action::Delete));
         assert_eq!(parse("-info").unwrap().action, Action::Info);
+        assert_eq!(parse("features").unwrap().action, Action::Features);
         assert_eq!(parse("-id delete delete").unwrap().id, "delete");
         // Arguments after the action belong to the action.
         assert_eq!(parse("-id c1 start -whatever").unwrap().action, Action::Start);

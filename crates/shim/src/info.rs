@@ -18,10 +18,10 @@ const CLAIMED: &str = "erofs,ext4,mkfs/*,format/*,mkdir/*";
 /// The type of the value of [`features`] in containerd.
 const FEATURES: &str = "types.containerd.io/opencontainers/runtime-spec/1/features/Features";
 
-/// Returns the OCI features, as in the runtime specification's features.md. containerd rejects features that
+/// Returns the OCI features as JSON, as in the runtime specification's features.md. containerd rejects features that
 /// are not listed, such as id-mapped mounts and user namespaces. (2.4 needs the list: without it, it crashes
 /// at the first container with a recursively read-only mount.)
-fn features() -> Any {
+pub fn features_json() -> String {
     let features = serde_json::json!({
         "ociVersionMin": "1.0.0",
         "ociVersionMax": "1.2.0",
@@ -30,7 +30,11 @@ fn features() -> Any {
             "rbind", "relatime", "ro", "rprivate", "rro", "rslave", "rw", "slave", "suid",
         ],
     });
-    Any { type_url: FEATURES.to_owned(), value: features.to_string().into_bytes(), ..Default::default() }
+    features.to_string()
+}
+
+fn features() -> Any {
+    Any { type_url: FEATURES.to_owned(), value: features_json().into_bytes(), ..Default::default() }
 }
 
 /// Returns the description of this runtime.

@@ -5,7 +5,8 @@
 //! |---|---|---|
 //! | `-info` | before the first container, and by CRI at its start | `containerd.types.RuntimeInfo` |
 //! | `… delete` | when its connection for a container has closed | `containerd.task.v3.DeleteResponse` |
-//! | `… start` | before each container, by a containerd without a sandbox controller | the daemon's address |
+//! | `… start` | before each container, by a containerd without a sandbox controller, and by CRI-O | the daemon's address |
+//! | `features` | by CRI-O at its start | the OCI features, as JSON |
 //!
 //! On success stderr is empty: containerd would log its content as a warning at each removal, and read it as a part of
 //! the address at a start.
@@ -46,6 +47,9 @@ fn main() -> ExitCode {
 fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Info => respond(&info::info()),
+        Action::Features => {
+            write(info::features_json().as_bytes()).context("cannot write features to stdout")
+        }
         Action::Delete => respond(&delete::delete(&args)),
         Action::Start => {
             let max_version = std::env::var("MAX_SHIM_VERSION").ok();

@@ -6,12 +6,15 @@
 //! | 1.6 | the runtime's options, or nothing | `unix:///path` |
 //! | 1.7 to 2.2, by `MAX_SHIM_VERSION` | the same | JSON |
 //! | 2.3 and later, by `MAX_SHIM_VERSION` | `BootstrapParams` | JSON |
+//! | none: CRI-O, which has no address of its own | nothing | `unix:///path` |
 
 use std::{
-    fs,
+    env, fs,
     io::{self, Read},
-    os::unix::net::UnixStream,
+    os::unix::{fs::OpenOptionsExt, net::UnixStream},
     path::{Path, PathBuf},
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context, ensure};
@@ -24,7 +27,9 @@ use serde_json::json;
 
 use crate::{args::Args, bundle};
 
-/// The daemon's configuration, unless the runtime's options name another file.
+/// The variable with the path of the daemon's configuration, for callers whose options do not arrive here.
+const CONFIG_VARIABLE: &str = "SANDBOXER_CONFIG";
+/// The daemon's configuration, unless the runtime's options or that variable name another file.
 const CONFIG: &str = "/etc/sandboxer/config.toml";
 /// The daemon's default `run_dir`.
 const RUN_DIR: &str = "/run/sandboxer";
@@ -40,6 +45,12 @@ const OPTIONS: &str = "runtimeoptions.v1.Options";
 /// The field of these options with the path of a configuration file.
 const CONFIG_PATH: u32 = 2;
 
+/// The FIFO in a bundle from which CRI-O reads a shim's log.
+const LOG: &str = "log";
+/// How often, and at what interval, this program looks for that reader.
+const LOG_LOOKS: u32 = 20;
+const LOG_INTERVAL: Duration = Duration::from_millis(5);
+
 /// The only version of the task service that all these containerds speak.
 const TASK_VERSION: u32 = 2;
 
@@ -48,8 +59,13 @@ const TASK_VERSION: u32 = 2;
 pub fn start(args: &Args, dir: &Path, stdin: impl Read, max_version: Option<&str>) -> anyhow::Result<String> {
     let mut input = Vec::new();
     stdin.take(MAX_STDIN).read_to_end(&mut input).context("cannot read the runtime's options from stdin")?;
-    let config = config_path(&input, &args.id);
-    let socket = run_dir(config.as_deref())?.join(TASK_SOCKET);
+    let config = match config_path(&input, &args.id) {
+        Some(path) => Some((path, "ConfigPath in containerd's options of this runtime")),
+        None => env::var_os(CONFIG_VARIABLE)
+            .filter(|path| !path.is_empty())
+            .map(|path| (path.into(), CONFIG_VARIABLE)),
+    };
+    let socket = run_dir(config.as_ref().map(|(path, by)| (path.as_path(), *by)))?.join(TASK_SOCKET);
     // containerd's own error would not say which program is missing.
     UnixStream::connect(&socket).with_context(|| {
         format!(
@@ -60,10 +76,30 @@ pub fn start(args: &Args, dir: &Path, stdin: impl Read, max_version: Option<&str
     let address = format!("unix://{}", socket.display());
     bundle::write(dir, &address, &args.address)
         .with_context(|| format!("cannot write to the bundle {dir:?}"))?;
+    let is_cri_o = args.address.is_empty();
+    if is_cri_o {
+        end_log(&dir.join(LOG));
+    }
     Ok(match max_version {
+        // CRI-O sets a version, as the library does that it uses, and reads no JSON before release 1.35.
+        _ if is_cri_o => address,
         None => address,
         Some(_) => json!({ "version": TASK_VERSION, "address": address, "protocol": "ttrpc" }).to_string(),
     })
+}
+
+/// Opens and closes the FIFO of a shim's log for writing. CRI-O has a thread that waits for a writer, and would keep it for
+/// as long as it runs.
+#[expect(clippy::disallowed_methods, reason = "no event tells that a FIFO has a reader")]
+fn end_log(path: &Path) {
+    for _ in 0..LOG_LOOKS {
+        let opened = fs::OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(path);
+        // Without a reader yet.
+        if !opened.is_err_and(|error| error.raw_os_error() == Some(libc::ENXIO)) {
+            return;
+        }
+        thread::sleep(LOG_INTERVAL);
+    }
 }
 
 /// Returns the configuration file that the runtime's options name.
@@ -90,9 +126,10 @@ fn is_options(any: &Any) -> bool {
     any.type_url.rsplit('/').next() == Some(OPTIONS)
 }
 
-/// Returns `run_dir` of the daemon's configuration. Only that key is read: the daemon checks the others.
-fn run_dir(named: Option<&Path>) -> anyhow::Result<PathBuf> {
-    let path = named.unwrap_or(CONFIG.as_ref());
+/// Returns `run_dir` of the daemon's configuration. Only that key is read: the daemon checks the others. `named`: the
+/// path, and what names it.
+fn run_dir(named: Option<(&Path, &str)>) -> anyhow::Result<PathBuf> {
+    let path = named.map_or(CONFIG.as_ref(), |(path, _)| path);
     let text = match fs::File::open(path) {
         Ok(file) => {
             let mut text = String::new();
@@ -103,10 +140,9 @@ fn run_dir(named: Option<&Path>) -> anyhow::Result<PathBuf> {
         // The file at the default path is optional.
         Err(error) if named.is_none() && error.kind() == io::ErrorKind::NotFound => String::new(),
         Err(error) => {
+            let by = named.map_or("nothing", |(_, by)| by);
             return Err(error).with_context(|| {
-                format!(
-                    "cannot read sandboxer's configuration {path:?}, which ConfigPath in containerd's options of this runtime names"
-                )
+                format!("cannot read sandboxer's configuration {path:?}, which {by} names")
             });
         }
     };
@@ -149,11 +185,15 @@ mod tests {
         }
 
         fn start(&self, stdin: &[u8], max_version: Option<&str>) -> anyhow::Result<String> {
+            self.start_by("/run/containerd/containerd.sock", stdin, max_version)
+        }
+
+        fn start_by(&self, address: &str, stdin: &[u8], max_version: Option<&str>) -> anyhow::Result<String> {
             let args = Args {
                 action: Action::Start,
                 namespace: "k8s.io".into(),
                 id: ID.into(),
-                address: "/run/containerd/containerd.sock".into(),
+                address: address.into(),
                 bundle: None,
             };
             start(&args, &self.path("bundle"), stdin, max_version)
@@ -194,6 +234,27 @@ mod tests {
         assert_eq!(place.start(&prefixed.write_to_bytes().unwrap(), None).unwrap(), address);
     }
 
+    /// CRI-O sends its options to the daemon alone, and makes the FIFO before it runs this program.
+    #[test]
+    fn cri_o_gets_the_plain_address_and_the_end_of_the_log() {
+        let place = Place::new();
+        let log = place.path("bundle/log");
+        nix::unistd::mkfifo(&log, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let reader = thread::spawn(move || fs::read(log).unwrap());
+        let any = options(OPTIONS, &place.path("config.toml")).write_to_bytes().unwrap();
+        let address = format!("unix://{}", place.path(TASK_SOCKET).display());
+        assert_eq!(place.start_by("", &any, Some("2")).unwrap(), address);
+        assert_eq!(reader.join().unwrap(), b"");
+        let launched = fs::read(place.path("bundle").join(bundle::LAUNCHED)).unwrap();
+        assert_eq!(
+            serde_json::from_slice::<serde_json::Value>(&launched).unwrap(),
+            json!({ "containerd": "" })
+        );
+        // Nothing waits where there is no FIFO.
+        fs::remove_file(place.path("bundle/log")).unwrap();
+        place.start_by("", &any, Some("2")).unwrap();
+    }
+
     #[test]
     fn the_bundle_says_where_the_daemon_is_and_where_containerd_is() {
         let place = Place::new();
@@ -202,9 +263,9 @@ mod tests {
         // A second start follows: containerd may try again.
         place.start(&any, None).unwrap();
         assert_eq!(fs::read_to_string(place.path("bundle/address")).unwrap(), address);
-        let kept: serde_json::Value =
+        let launched: serde_json::Value =
             serde_json::from_slice(&fs::read(place.path("bundle").join(bundle::LAUNCHED)).unwrap()).unwrap();
-        assert_eq!(kept, json!({ "containerd": "/run/containerd/containerd.sock" }));
+        assert_eq!(launched, json!({ "containerd": "/run/containerd/containerd.sock" }));
         assert_eq!(fs::read_dir(place.path("bundle")).unwrap().count(), 2, "nothing else is left there");
     }
 

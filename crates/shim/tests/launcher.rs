@@ -105,15 +105,15 @@ fn delete_does_not_wait_for_a_daemon_that_says_nothing() {
 /// A test double of the daemon: one container, which runs until it is killed.
 #[derive(Debug, Default)]
 struct OneContainer {
-    gone: bool,
-    said: Mutex<Vec<String>>,
+    is_missing: bool,
+    requests: Mutex<Vec<String>>,
 }
 
 impl OneContainer {
     fn hear(&self, what: String, context: &TtrpcContext) -> ttrpc::Result<()> {
         let namespace = context.metadata.get("containerd-namespace-ttrpc").cloned().unwrap_or_default();
-        self.said.lock().unwrap().push(format!("{what} in {namespace:?}"));
-        match self.gone {
+        self.requests.lock().unwrap().push(format!("{what} in {namespace:?}"));
+        match self.is_missing {
             true => {
                 Err(ttrpc::Error::RpcStatus(ttrpc::get_status(ttrpc::Code::NOT_FOUND, "no container c1")))
             }
@@ -163,15 +163,15 @@ fn delete_at(dir: &Path, socket: &Path, service: OneContainer) -> (DeleteRespons
     });
     let (response, output) = delete(dir);
     assert_clean(&output);
-    let said = service.said.lock().unwrap().clone();
-    (response, said)
+    let requests = service.requests.lock().unwrap().clone();
+    (response, requests)
 }
 
 #[test]
 fn delete_ends_a_container_that_containerd_has_lost_and_tells_how_it_ended() {
-    let (response, said) = delete_with(OneContainer::default());
+    let (response, requests) = delete_with(OneContainer::default());
     assert_eq!(
-        said,
+        requests,
         ["kill c1 by 9, all: true in [\"k8s.io\"]", "wait c1 in [\"k8s.io\"]", "delete c1 in [\"k8s.io\"]"]
     );
     assert_eq!((response.pid, response.exit_status, response.exited_at.seconds), (42, 7, 1_700_000_000));
@@ -179,8 +179,8 @@ fn delete_ends_a_container_that_containerd_has_lost_and_tells_how_it_ended() {
 
 #[test]
 fn delete_of_a_container_that_is_gone_is_no_error() {
-    let (response, said) = delete_with(OneContainer { gone: true, ..Default::default() });
-    assert_eq!(said, ["kill c1 by 9, all: true in [\"k8s.io\"]", "delete c1 in [\"k8s.io\"]"]);
+    let (response, requests) = delete_with(OneContainer { is_missing: true, ..Default::default() });
+    assert_eq!(requests, ["kill c1 by 9, all: true in [\"k8s.io\"]", "delete c1 in [\"k8s.io\"]"]);
     assert_killed_just_now(&response);
 }
 
@@ -252,8 +252,8 @@ fn delete_finds_the_daemon_by_what_start_has_written() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("task.sock");
     std::fs::write(dir.path().join("address"), format!("unix://{}\n", socket.display())).unwrap();
-    let (response, said) = delete_at(dir.path(), &socket, OneContainer::default());
-    assert_eq!(said.len(), 3, "{said:?}");
+    let (response, requests) = delete_at(dir.path(), &socket, OneContainer::default());
+    assert_eq!(requests.len(), 3, "{requests:?}");
     assert_eq!((response.pid, response.exit_status), (42, 7));
 }
 

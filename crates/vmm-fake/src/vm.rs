@@ -13,6 +13,7 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
+use sandboxer_base::failpoint::fail;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
@@ -233,7 +234,9 @@ impl Vm for FakeVm {
             });
         }
         let path = to.dir.join(MEMORY);
-        fs::write(&path, "memory of a fake VM").map_err(self.path_error("create", path))?;
+        fail(format_args!("a fake VM is saved: {}", path.display()))
+            .and_then(|()| fs::write(&path, "memory of a fake VM"))
+            .map_err(self.path_error("create", path))?;
         self.freeze(&to.dir).await?;
         let all = self.disks.borrow().clone();
         let saved = disks.iter().map(|record| {

@@ -258,8 +258,8 @@ mod tests {
         let capture = Capture::start(std::io::Cursor::new(words), handle, "console.log", 200_000);
         capture.drained().await;
         let length = |name| dir.path().join(name).metadata().unwrap().len();
-        let kept = length("console.log.1") + length("console.log");
-        assert!(kept <= 200_000 + 2 * CHUNK as u64, "{kept} bytes kept");
+        let stored = length("console.log.1") + length("console.log");
+        assert!(stored <= 200_000 + 2 * CHUNK as u64, "{stored} bytes kept");
         assert_eq!(capture.last_lines(2).await, ["line 99998", "line 99999"]);
     }
 

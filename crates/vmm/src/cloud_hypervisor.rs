@@ -9,8 +9,10 @@
 //! Cloud Hypervisor's seccomp filters are on, and so is Landlock where the kernel has it.
 
 pub mod api;
+mod checkpoint;
 pub(crate) mod events;
 mod landlock;
+mod opened;
 mod passing;
 mod template;
 mod vm;
@@ -31,6 +33,7 @@ use sandboxer_protocol::boot::KERNEL_WORDS;
 use self::{
     api::Api,
     events::Events,
+    opened::Opened,
     vm::{CloudHypervisorVm, EventReader},
 };
 use super::{
@@ -66,6 +69,8 @@ pub struct Start {
     events: Events,
     /// Configuration of a VM that boots; `None`: the VM is restored.
     description: Option<wire::VmConfig>,
+    /// Names of the network cards that the restored VM had.
+    nics: Vec<String>,
 }
 
 #[async_trait]
@@ -103,15 +108,18 @@ impl VmmDriver for CloudHypervisorDriver {
         jail: &mut Jail,
         files: &mut Files,
     ) -> Result<Launch<Start>, VmmError> {
-        let (mut inherited, description) = match begin {
+        let (mut inherited, description, nics) = match begin {
             Begin::Boot { memory } => {
                 let mut description = self.description(spec);
                 if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
                     zone.file = Some(jailed::inherited(file.as_raw_fd()));
                 }
-                (Vec::from_iter(memory), Some(description))
+                (Vec::from_iter(memory), Some(description), Vec::new())
             }
-            Begin::Restore(frozen) => (template::source(spec, frozen, jail)?.into(), None),
+            Begin::Restore(frozen) => {
+                let (files, nics) = template::source(spec, frozen, jail)?;
+                (files.into(), None, nics)
+            }
         };
         let run_dir = &spec.run_dir;
         let control = files.listen(spec, api::SOCKET)?;
@@ -123,18 +131,25 @@ impl VmmDriver for CloudHypervisorDriver {
         files.add(run_dir.join(events::FILE));
         let arguments = arguments(control.as_raw_fd(), event_pipe.as_raw_fd());
         inherited.extend([control, event_pipe]);
-        Ok(Launch { arguments, inherited, start: Start { events, description } })
+        Ok(Launch { arguments, inherited, start: Start { events, description, nics } })
     }
 
     async fn create(
         &self,
         spec: &VmSpec,
         vm: &Jailed,
-        Start { events, description }: Start,
+        Start { events, description, nics }: Start,
         limit: Duration,
     ) -> Result<CloudHypervisorVm, VmmError> {
         let events = EventReader::new(events, &vm.process);
         let api = Api::new(&spec.run_dir, limit);
+        let opened = Opened::create(vm.jail_dir.clone()).map_err(path_error(
+            vm.pod(),
+            "write to the jail of",
+            jail_dir::PATH.into(),
+        ))?;
+        let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
+        let mut taps = (0..).zip(taps).collect::<Vec<(u8, _)>>();
         match description {
             Some(description) => {
                 let _mounted = vm.mount("vm.create", &spec.disks).await?;
@@ -142,19 +157,25 @@ impl VmmDriver for CloudHypervisorDriver {
                 vm.process.call("vm.boot", api.boot()).await?;
             }
             None => {
+                let had = nics.len();
+                if had > 0 && had != taps.len() {
+                    let reason = format!("it has {had} network interfaces, and the pod {}", taps.len());
+                    return Err(vm.refused(RESTORE, reason));
+                }
+                let nics = nics.into_iter().zip(taps.drain(..had)).map(|(nic, (_, tap))| (nic, tap));
                 // The VMM opens the disks at the paths that they had in the frozen VM.
                 let _mounted = vm.mount(RESTORE, &spec.disks).await?;
-                vm.process.call(RESTORE, api.restore(Path::new(template::DIR))).await?;
+                vm.process.call(RESTORE, api.restore(Path::new(template::DIR), nics.collect())).await?;
             }
         }
         // A VM that is to be frozen gets no interfaces: a copy would require the taps of its template.
         if spec.memory_file.is_none() {
-            let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
-            for (nic, tap) in (0..).zip(taps) {
+            for (nic, tap) in taps {
                 vm.process.call("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
             }
         }
-        Ok(CloudHypervisorVm { api: Api::new(&spec.run_dir, vm.call_timeout), events })
+        opened.add(&spec.disks);
+        Ok(CloudHypervisorVm { api: Api::new(&spec.run_dir, vm.call_timeout), events, opened })
     }
 
     fn adopt(vm: &Jailed) -> Result<CloudHypervisorVm, VmmError> {
@@ -162,7 +183,8 @@ impl VmmDriver for CloudHypervisorDriver {
         let events =
             Events::open(run_dir).map_err(path_error(vm.pod(), "read", run_dir.join(events::FILE)))?;
         let events = EventReader::new(events, &vm.process);
-        Ok(CloudHypervisorVm { api: Api::new(run_dir, vm.call_timeout), events })
+        let opened = Opened::open(vm.jail_dir.clone());
+        Ok(CloudHypervisorVm { api: Api::new(run_dir, vm.call_timeout), events, opened })
     }
 }
 

@@ -115,9 +115,9 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join(OLDER), "one ").unwrap();
         fs::write(dir.join(FILE), "two ").unwrap();
-        let kept = Reader::open(&dir).unwrap().into_stream(false);
-        let kept: Vec<u8> = kept.map(Result::unwrap).concat().await;
-        assert_eq!(kept, b"one two ");
+        let read = Reader::open(&dir).unwrap().into_stream(false);
+        let read: Vec<u8> = read.map(Result::unwrap).concat().await;
+        assert_eq!(read, b"one two ");
 
         let mut following = Box::pin(Reader::open(&dir).unwrap().into_stream(true));
         let mut seen = Vec::new();

@@ -34,7 +34,7 @@ pub struct HeldProcesses {
 
 impl HeldProcesses {
     /// Opens the process of a recorded VM. `None`: the VM has ended.
-    pub fn of(record: &VmRecord) -> Result<Option<Self>, VmmError> {
+    pub fn open(record: &VmRecord) -> Result<Option<Self>, VmmError> {
         let found = record.process()?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
@@ -42,14 +42,17 @@ impl HeldProcesses {
     /// Opens the processes that were started without a record for the VM of `pod` in `run_dir`. `None`: there are
     /// none.
     pub fn strays(pod: &SandboxId, run_dir: &std::path::Path) -> Result<Option<Self>, VmmError> {
-        let strays =
-            strays::of(run_dir).map_err(path_error(pod, "search for a VMM of", run_dir.to_owned()))?;
+        let strays = strays::started_for(run_dir).map_err(path_error(
+            pod,
+            "search for a VMM of",
+            run_dir.to_owned(),
+        ))?;
         let mut processes = Vec::new();
         for stray in strays {
             let pid = stray.pid;
-            let held = sandboxer_process::held(pid, stray.into_pidfd());
-            let held = held.map_err(process_error(pod, "inspect", pid))?;
-            processes.extend(held.map(Arc::new));
+            let process = sandboxer_process::from_pidfd(pid, stray.into_pidfd());
+            let process = process.map_err(process_error(pod, "inspect", pid))?;
+            processes.extend(process.map(Arc::new));
         }
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
     }
@@ -72,8 +75,8 @@ impl Held for HeldProcesses {
         for process in &self.processes {
             process.kill().map_err(process_error(&self.pod, "kill", process.pid()))?;
         }
-        let gone = tokio::time::timeout(KILL_TIMEOUT, self.ended()).await;
-        gone.map(drop).map_err(|_| VmmError::Hung {
+        let ended = tokio::time::timeout(KILL_TIMEOUT, self.ended()).await;
+        ended.map(drop).map_err(|_| VmmError::Hung {
             pod: self.pod.clone(),
             call: "SIGKILL".into(),
             limit: KILL_TIMEOUT,

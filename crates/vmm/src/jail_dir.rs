@@ -24,12 +24,12 @@ use tokio::net::UnixStream;
 
 use sandboxer_process::{
     Process,
-    jail::{ROOM, SHOWN as DISKS},
+    jail::{SHOWN as DISKS, WRITABLE_DIR},
     socket,
 };
 
 /// Path of the directory in the jail.
-pub const PATH: &str = ROOM;
+pub const PATH: &str = WRITABLE_DIR;
 
 /// The writable directory in the jail of one VMM.
 #[derive(Debug)]

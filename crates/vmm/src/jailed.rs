@@ -171,7 +171,7 @@ impl<D: VmmDriver> JailedVmm<D> {
         let jail = Jail::new(&spec.run_dir, &readable, devices)
             .and_then(Jail::alone)
             .map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))?
-            .with_room();
+            .with_writable_dir();
         let Some(taps) = &spec.named_taps else { return Ok(jail) };
         let network = taps.namespace.try_clone();
         let network = network.map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;

@@ -96,8 +96,8 @@ pub trait Vmm: Send + Sync + fmt::Debug {
     /// Opens a handle to the VMM processes of a VM that an earlier daemon started, even if the VMM does not respond.
     /// `Ok(None)`: the VM has ended.
     fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
-        let held = HeldProcesses::of(record)?;
-        Ok(held.map(|held| Arc::new(held) as Arc<dyn Held>))
+        let processes = HeldProcesses::open(record)?;
+        Ok(processes.map(|processes| Arc::new(processes) as Arc<dyn Held>))
     }
 }
 
@@ -165,7 +165,7 @@ pub trait Vm: Send + Sync + fmt::Debug {
     async fn checkpoint(&self, to: &Destination, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
         let _ = (to, disks);
         let VmRecord { pod, vmm, .. } = self.record();
-        let reason = format!("VMs of {vmm} cannot be saved while they run: only QEMU's can");
+        let reason = format!("VMs of {vmm} cannot be saved while they run");
         Err(VmmError::Refused { pod, call: "a checkpoint".into(), reason })
     }
 

@@ -78,7 +78,7 @@ impl Permit {
             tag == USER && jail::is_user(id) && !permits.contains(&(key.0, key.1, id))
         };
         let entries = entries.into_iter().filter(|entry| !is_left(entry)).collect();
-        let entries = with(entries, user, wanted)?;
+        let entries = with_user(entries, user, wanted)?;
         fsetxattr(&file, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?;
         permits.push(key);
         Ok(Some(Self { file, user, key }))
@@ -95,7 +95,7 @@ impl Permit {
         };
         match found {
             Some(entries) if entries.iter().any(|entry| (entry.tag, entry.id) == (USER, user)) => {
-                Ok(lsetxattr(path, ATTRIBUTE, &encode(&without(entries, user)), XattrFlags::empty())?)
+                Ok(lsetxattr(path, ATTRIBUTE, &encode(&without_user(entries, user)), XattrFlags::empty())?)
             }
             _ => Ok(()),
         }
@@ -113,7 +113,7 @@ impl Drop for Permit {
             return;
         }
         let removed = read(|buffer| fgetxattr(&self.file, ATTRIBUTE, buffer)).and_then(|entries| {
-            let entries = without(entries.unwrap_or_default(), self.user);
+            let entries = without_user(entries.unwrap_or_default(), self.user);
             Ok(fsetxattr(&self.file, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
         });
         if let Err(error) = removed {
@@ -144,13 +144,13 @@ fn of_mode(mode: u32) -> Vec<Entry> {
 }
 
 /// Returns the list with an additional entry that gives `user` these permissions.
-fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
+fn with_user(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
-    let of = |tag| entries.iter().position(|entry| entry.tag == tag);
-    let (Some(owner), Some(group)) = (of(OWNER), of(OWNING_GROUP)) else {
+    let position = |tag| entries.iter().position(|entry| entry.tag == tag);
+    let (Some(owner), Some(group)) = (position(OWNER), position(OWNING_GROUP)) else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "malformed access control list"));
     };
-    match of(MASK) {
+    match position(MASK) {
         // A wider mask would give others more permissions, too.
         Some(mask) if entries[mask].permissions & permissions != permissions => {
             return Err(io::Error::new(
@@ -161,7 +161,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
         Some(_) => {}
         None => {
             let permissions = permissions | entries[group].permissions;
-            let others = of(OTHERS).unwrap_or(entries.len());
+            let others = position(OTHERS).unwrap_or(entries.len());
             entries.insert(others, Entry { tag: MASK, permissions, id: NOBODY });
         }
     }
@@ -170,7 +170,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
 }
 
 /// Returns the list without entries for `user`, and without the mask if no entry names a user any more.
-fn without(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
+fn without_user(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     if entries.iter().all(|entry| matches!(entry.tag, OWNER | OWNING_GROUP | OTHERS | MASK)) {
         entries.retain(|entry| entry.tag != MASK);
@@ -265,7 +265,7 @@ mod tests {
         let path = dir.path().join("disk");
         fs::write(&path, "content").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
-        let list = |user, permissions| encode(&with(of_mode(0o600), user, permissions).unwrap());
+        let list = |user, permissions| encode(&with_user(of_mode(0o600), user, permissions).unwrap());
         let leave = |user: u32| lsetxattr(&path, ATTRIBUTE, &list(user, READ | WRITE), XattrFlags::empty());
         if leave(SOMEBODY) == Err(Errno::OPNOTSUPP) {
             return println!("not tested: no access control lists here");
@@ -290,14 +290,14 @@ mod tests {
     fn lists_are_read_as_they_are_written_and_rubbish_is_refused() {
         let entry = |tag, permissions, id| Entry { tag, permissions, id };
         let list = vec![entry(OWNER, 6, NOBODY), entry(OWNING_GROUP, 4, NOBODY), entry(OTHERS, 0, NOBODY)];
-        let granted = with(list.clone(), 7, 6).unwrap();
+        let granted = with_user(list.clone(), 7, 6).unwrap();
         assert_eq!(granted[1], entry(USER, 6, 7));
         assert_eq!(granted[3], entry(MASK, 6, NOBODY));
         assert_eq!(decode(&encode(&granted)).unwrap(), granted);
-        assert_eq!(without(granted.clone(), 7), list);
-        assert_eq!(without(with(granted.clone(), 8, 4).unwrap(), 8), granted);
+        assert_eq!(without_user(granted.clone(), 7), list);
+        assert_eq!(without_user(with_user(granted.clone(), 8, 4).unwrap(), 8), granted);
         let narrow = vec![list[0], list[1], entry(MASK, 4, NOBODY), list[2]];
-        assert_eq!(with(narrow, 7, 6).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert_eq!(with_user(narrow, 7, 6).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
         for rubbish in [&b""[..], &[2, 0, 0, 0, 1], &[3, 0, 0, 0]] {
             decode(rubbish).unwrap_err();
         }

@@ -13,7 +13,7 @@
 //! and share the pages that none of them has written.
 
 mod command_line;
-mod ram;
+pub(crate) mod ram;
 mod slots;
 mod vhost;
 mod vm;

@@ -145,7 +145,7 @@ impl Qmp {
     pub async fn passed_fds(&self, limit: Duration) -> Result<Vec<(u64, u64)>, QmpError> {
         let answer = self.command("query-fdsets", Value::Null, None, limit).await?;
         let sets = answer.as_array().map(Vec::as_slice).unwrap_or_default().iter();
-        let number = |of: &Value, name: &str| of.get(name).and_then(Value::as_u64);
+        let number = |object: &Value, name: &str| object.get(name).and_then(Value::as_u64);
         let passed = sets.filter_map(|set| {
             let first = set.get("fds")?.as_array()?.first()?;
             Some((number(set, "fdset-id")?, number(first, "fd")?))
@@ -155,8 +155,8 @@ impl Qmp {
 
     /// Returns the number of a disk at its controller; `None`: it is at none.
     pub async fn scsi_id(&self, device: &str, limit: Duration) -> Result<Option<u64>, QmpError> {
-        let asked = json!({ "path": format!("/machine/peripheral/{device}"), "property": "scsi-id" });
-        match self.command("qom-get", asked, None, limit).await {
+        let property = json!({ "path": format!("/machine/peripheral/{device}"), "property": "scsi-id" });
+        match self.command("qom-get", property, None, limit).await {
             Ok(number) => Ok(number.as_u64()),
             // QEMU has no error class for this.
             Err(QmpError::Refused { reason, .. }) if reason.contains("scsi-id' not found") => Ok(None),
@@ -193,14 +193,14 @@ impl Qmp {
     pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
         let device = id.to_owned();
         // Begun before the command, so that the event is not missed.
-        let gone = self.waits.begin(move |event| {
+        let deleted = self.waits.begin(move |event| {
             event.name == "DEVICE_DELETED" && event.data.device.as_ref() == Some(&device)
         });
         match self.execute("device_del", json!({ "id": id }), limit).await {
             Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
             other => other?,
         }
-        until(gone, limit).await.map(drop)
+        until(deleted, limit).await.map(drop)
     }
 
     /// Limits a disk that is plugged in. The burst has to be at least the tokens of one second, the minimum that QEMU
@@ -342,9 +342,9 @@ mod tests {
     async fn files_and_places_of_disks_are_found() {
         let sets = r#"{"return": [{"fdset-id": 9, "fds": [{"fd": 17, "opaque": "x"}]}, {"fdset-id": 8, "fds": []}]}"#;
         let none = r#"{"error": {"class": "GenericError", "desc": "Property 'virtio-blk-device.scsi-id' not found"}}"#;
-        let gone =
+        let no_device =
             r#"{"error": {"class": "DeviceNotFound", "desc": "Device '/machine/peripheral/c' not found"}}"#;
-        let qmp = connected(&[sets, r#"{"return": 3}"#, none, gone]).await;
+        let qmp = connected(&[sets, r#"{"return": 3}"#, none, no_device]).await;
         assert_eq!(qmp.passed_fds(LIMIT).await.unwrap(), [(9, 17)]);
         assert_eq!(qmp.scsi_id("disk-a", LIMIT).await.unwrap(), Some(3));
         assert_eq!(qmp.scsi_id("disk-b", LIMIT).await.unwrap(), None);
@@ -371,19 +371,19 @@ mod tests {
     async fn no_number_of_other_events_hides_the_one_that_is_waited_for() {
         let event = |name: &str, data: Value| format!("{}\r\n", json!({ "event": name, "data": data }));
         let others = event("RTC_CHANGE", json!({ "offset": 1 })).repeat(FLOOD);
-        let gone = event("DEVICE_DELETED", json!({ "device": "disk-a", "path": "/" }));
+        let deleted = event("DEVICE_DELETED", json!({ "device": "disk-a", "path": "/" }));
         let loaded = event("MIGRATION", json!({ "status": "completed" }));
         let answer = |events: &str| format!("{{\"return\": {{}}}}\r\n{events}{}", others.trim_end());
         let only_others = answer("");
         let qmp =
-            connected(&[&answer(&gone), "{\"return\": {}}", &answer(&loaded), &only_others, &only_others])
+            connected(&[&answer(&deleted), "{\"return\": {}}", &answer(&loaded), &only_others, &only_others])
                 .await;
         qmp.device_del("disk-a", LIMIT).await.unwrap();
         qmp.load(3, LIMIT).await.unwrap();
         for device in ["disk-b", "disk-c"] {
             let error = qmp.device_del(device, LIMIT).await.unwrap_err();
             assert!(matches!(error, QmpError::Timeout(_)), "{error:?}");
-            assert_eq!(qmp.waits.kept(), 1, "a wait that was given up is kept for ever");
+            assert_eq!(qmp.waits.pending(), 1, "a wait that was given up is kept for ever");
         }
     }
 

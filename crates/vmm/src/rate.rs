@@ -51,7 +51,7 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    fn of(Rate { per_second, burst }: Rate) -> Self {
+    fn from_rate(Rate { per_second, burst }: Rate) -> Self {
         // The time is at least a second, so rounding is an error of at most a thousandth.
         let refill_ms = u128::from(burst) * 1000 / u128::from(per_second.max(1));
         Self { size: burst, refill_time: refill_ms.try_into().unwrap_or(u64::MAX) }
@@ -69,10 +69,12 @@ pub struct RateLimiter {
 
 impl RateLimiter {
     /// Returns the description of a new disk's limits. `None`: there are none.
-    pub fn of(limits: DiskLimits) -> Option<Self> {
+    pub fn from_limits(limits: DiskLimits) -> Option<Self> {
         let DiskLimits { bytes, operations } = limits;
-        (!limits.is_none())
-            .then(|| Self { bandwidth: bytes.map(TokenBucket::of), ops: operations.map(TokenBucket::of) })
+        (!limits.is_none()).then(|| Self {
+            bandwidth: bytes.map(TokenBucket::from_rate),
+            ops: operations.map(TokenBucket::from_rate),
+        })
     }
 }
 
@@ -86,11 +88,11 @@ mod tests {
     fn a_bucket_fills_at_the_rate_and_holds_the_burst() {
         let bytes = Some(Rate { per_second: 3 << 20, burst: 8 << 20 });
         let limits = DiskLimits { bytes, operations: None };
-        let written = serde_json::to_value(RateLimiter::of(limits)).unwrap();
+        let written = serde_json::to_value(RateLimiter::from_limits(limits)).unwrap();
         assert_eq!(written, json!({ "bandwidth": { "size": 8 << 20, "refill_time": 2666 } }));
-        assert!(RateLimiter::of(DiskLimits::default()).is_none());
+        assert!(RateLimiter::from_limits(DiskLimits::default()).is_none());
         let limits = DiskLimits { operations: Some(Rate::plain(100)), ..DiskLimits::default() };
-        let written = serde_json::to_value(RateLimiter::of(limits)).unwrap();
+        let written = serde_json::to_value(RateLimiter::from_limits(limits)).unwrap();
         assert_eq!(written, json!({ "ops": { "size": 100, "refill_time": 1000 } }));
     }
 }

@@ -36,6 +36,11 @@ const MAX_ANSWER: usize = 14;
 /// before it listens to its vsock again; it never responds to this attempt, but to a later one.
 const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 
+/// How often an attempt is repeated that is refused, and after which time. A copy of a VM that was saved with a connection may still
+/// have that one, and refuses a new one to which its VMM has given the same number. The next has another number.
+const REFUSALS: u32 = 2;
+const REFUSED: Duration = Duration::from_millis(20);
+
 /// Returns the name of the daemon's socket.
 pub fn announcements() -> String {
     format!("{SOCKET}_{AGENT_VSOCK_PORT}")
@@ -117,7 +122,7 @@ impl Link {
         loop {
             match last.read(&mut rest).await {
                 Ok(0) => return Ok(()),
-                Err(error) if is_gone(&error) => return Ok(()),
+                Err(error) if is_disconnect(&error) => return Ok(()),
                 read => read?,
             };
         }
@@ -134,10 +139,15 @@ impl Link {
         }
     }
 
-    /// Connects as [`Link::connect`] does; retries an attempt without a response, up to a bound.
+    /// Connects as [`Link::connect`] does; retries an attempt without a response, up to a bound, and one that is refused.
     async fn attempts(&self) -> io::Result<Option<UnixStream>> {
+        let mut refusals = 0;
         for limit in ANSWER_SECONDS.map(Duration::from_secs) {
             match tokio::time::timeout(limit, self.connect()).await {
+                Ok(Ok(None)) if refusals < REFUSALS => {
+                    refusals += 1;
+                    tokio::time::sleep(REFUSED).await;
+                }
                 Ok(connected) => return connected,
                 Err(_) => tracing::debug!(?limit, "agent did not answer CONNECT; retrying"),
             }
@@ -150,7 +160,7 @@ impl Link {
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
         let mut stream = self.jail_dir.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {
-            Err(error) if is_gone(&error) => return Ok(None),
+            Err(error) if is_disconnect(&error) => return Ok(None),
             written => written?,
         }
         // Byte by byte, because what follows the line is for the agent's reader.
@@ -159,7 +169,7 @@ impl Link {
             let mut byte = [0];
             match stream.read(&mut byte).await {
                 Ok(0) => return Ok(None),
-                Err(error) if is_gone(&error) => return Ok(None),
+                Err(error) if is_disconnect(&error) => return Ok(None),
                 read => read?,
             };
             answer.extend(byte);
@@ -174,7 +184,7 @@ impl Link {
     }
 }
 
-fn is_gone(error: &io::Error) -> bool {
+fn is_disconnect(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
@@ -219,10 +229,18 @@ mod tests {
         }
         announce(dir.path());
         let mut stream = link.stream().await.unwrap();
-        let mut said = String::new();
-        stream.read_to_string(&mut said).await.unwrap();
-        assert_eq!(said, "hello");
+        let mut received = String::new();
+        stream.read_to_string(&mut received).await.unwrap();
+        assert_eq!(received, "hello");
         link.stream().await.expect("one announcement is enough");
+    }
+
+    #[tokio::test]
+    async fn a_copy_that_has_a_connection_of_the_same_number_is_asked_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = Link::of_running(JailDir::at(dir.path())).unwrap();
+        vmm(dir.path(), &["", "OK 1\n"]);
+        link.stream().await.unwrap();
     }
 
     #[tokio::test]
@@ -230,7 +248,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(Link::new(JailDir::at(dir.path())).unwrap());
         let link = Link::of_running(JailDir::at(dir.path())).unwrap();
-        vmm(dir.path(), &["", "OK 1\n"]);
+        vmm(dir.path(), &["", "", "", "OK 1\n"]);
         announce(dir.path());
         link.stream().await.unwrap();
     }

@@ -25,7 +25,7 @@ pub async fn probed(container: &Container, script: &str) -> Result<String> {
     loop {
         match container.sh(script).await {
             Err(error) if attempt < ATTEMPTS && format!("{error:#}").contains(TAKEN_ALONG) => attempt += 1,
-            said => return said,
+            result => return result,
         }
     }
 }
@@ -43,8 +43,8 @@ impl Bystander {
 
     /// Checks that it is ready and accepts an exec.
     pub async fn check(&self) -> Result<()> {
-        let said = probed(&self.container, "echo here").await?;
-        ensure!(said == "here", "{said}");
+        let output = probed(&self.container, "echo here").await?;
+        ensure!(output == "here", "{output}");
         ensure!(self.pod.ready().await?, "the pod is not ready");
         Ok(())
     }

@@ -100,7 +100,7 @@ impl Case {
     }
 
     /// Waits until a VMM is in the control group of a pod; returns the VMM's groups.
-    pub async fn counted(&self, pod: &str) -> Result<String> {
+    pub async fn vmm_cgroups(&self, pod: &str) -> Result<String> {
         let vmm = self.vmm_of(pod).await?;
         Ok(std::fs::read_to_string(format!("/proc/{vmm}/cgroup"))?)
     }
@@ -110,11 +110,11 @@ impl Case {
         let parent = self.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?;
         let group = format!("{parent}/sandboxer-{pod}");
         eventually(&format!("a VMM in {group}"), PATIENCE, || async {
-            let is_counted = |vmm: &Pid| {
+            let is_in_group = |vmm: &Pid| {
                 let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
                 groups.is_ok_and(|groups| groups.contains(&group))
             };
-            Ok(self.stack.vmms()?.into_iter().find(is_counted))
+            Ok(self.stack.vmms()?.into_iter().find(is_in_group))
         })
         .await
     }
@@ -172,7 +172,12 @@ fn own_processes() -> NamespaceOption {
 pub fn shell(name: &str, script: &str) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into(), attempt: 0 }),
-        image: Some(ImageSpec { image: BUSYBOX.into(), ..Default::default() }),
+        // As kubelet sends it; CRI-O insists on both.
+        image: Some(ImageSpec {
+            image: BUSYBOX.into(),
+            user_specified_image: BUSYBOX.into(),
+            ..Default::default()
+        }),
         command: vec!["sh".into(), "-c".into(), script.into()],
         log_path: format!("{name}.log"),
         linux: Some(LinuxContainerConfig {
@@ -207,6 +212,12 @@ impl Pod {
         let log = PathBuf::from(&self.config.log_directory).join(&config.log_path);
         let id = self.cri.create(&self.id, config, &self.config).await?;
         Ok(Container { id, log, cri: self.cri.clone() })
+    }
+
+    /// Returns a container of the pod that was created with `config`.
+    pub fn container(&self, id: &str, config: &ContainerConfig) -> Container {
+        let log = PathBuf::from(&self.config.log_directory).join(&config.log_path);
+        Container { id: id.to_owned(), log, cri: self.cri.clone() }
     }
 
     /// Creates a container and starts it.

@@ -114,7 +114,7 @@ impl Containerd {
     }
 
     /// Returns a client for a stack.
-    pub fn of(stack: &Stack) -> Result<Self> {
+    pub fn of_stack(stack: &Stack) -> Result<Self> {
         let task_socket = Path::new(stack.env("SANDBOXER_SOCKET")?).with_file_name("task.sock");
         Self::connect(stack.containerd_socket()?, task_socket)
     }

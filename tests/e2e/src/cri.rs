@@ -1,7 +1,7 @@
 //! A CRI client like kubelet's: one connection to containerd, generated messages, no policy. It is separate from
 //! the probe's client on purpose: one may find errors that the other misses.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -39,6 +39,51 @@ struct UpdatePodSandboxResourcesRequest {
     resources: Option<LinuxContainerResources>,
 }
 
+/// Of CRI since Kubernetes 1.37, as are the next ones.
+#[derive(Clone, PartialEq, prost::Message)]
+struct CheckpointPodRequest {
+    #[prost(string, tag = "1")]
+    pod_sandbox_id: String,
+    #[prost(string, tag = "2")]
+    output_path: String,
+    #[prost(string, repeated, tag = "3")]
+    container_ids: Vec<String>,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+struct RestorePodRequest {
+    #[prost(string, tag = "1")]
+    checkpoint_path: String,
+    #[prost(message, optional, tag = "2")]
+    config: Option<PodSandboxConfig>,
+    #[prost(string, tag = "3")]
+    runtime_handler: String,
+    #[prost(message, repeated, tag = "5")]
+    container_configs: Vec<ContainerConfig>,
+}
+
+/// A pod that goes on.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RestorePodResponse {
+    /// The sandbox id.
+    #[prost(string, tag = "1")]
+    pub pod_sandbox_id: String,
+    /// The pod's containers.
+    #[prost(message, repeated, tag = "2")]
+    pub restored_containers: Vec<RestoredContainer>,
+}
+
+/// A container that waits for its start.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RestoredContainer {
+    /// Name of the container in its pod.
+    #[prost(string, tag = "1")]
+    pub name: String,
+    /// The container id.
+    #[prost(string, tag = "2")]
+    pub container_id: String,
+}
+
 /// Result of a call: errors stay gRPC's, because users read their text.
 pub type Answer<T> = std::result::Result<T, Status>;
 
@@ -65,10 +110,15 @@ impl Cri {
 
     /// ImageStatus; returns whether the image is known: CRI sees what is imported a moment later.
     pub async fn has_image(&self, name: &str) -> Answer<bool> {
+        Ok(self.image(name).await?.is_some())
+    }
+
+    /// ImageStatus; returns the image's id, if the image is known.
+    pub async fn image(&self, name: &str) -> Answer<Option<String>> {
         let image = Some(ImageSpec { image: name.to_owned(), ..Default::default() });
         let request = ImageStatusRequest { image, verbose: false };
         let mut client = ImageServiceClient::new(self.channel.clone());
-        Ok(client.image_status(request).await?.into_inner().image.is_some())
+        Ok(client.image_status(request).await?.into_inner().image.map(|image| image.id))
     }
 
     /// RunPodSandbox; returns the pod's id.
@@ -161,16 +211,52 @@ impl Cri {
 
     /// UpdatePodSandboxResources, for a pod that runs.
     pub async fn update_pod(&self, pod: &str, limits: LinuxContainerResources) -> Answer<()> {
-        let path = PathAndQuery::from_static("/runtime.v1.RuntimeService/UpdatePodSandboxResources");
         let request = UpdatePodSandboxResourcesRequest {
             pod_sandbox_id: pod.to_owned(),
             overhead: None,
             resources: Some(limits),
         };
+        self.unary("/runtime.v1.RuntimeService/UpdatePodSandboxResources", request).await
+    }
+
+    /// CheckpointPod of the daemon.
+    pub async fn checkpoint_pod(&self, pod: &str, to: &Path, containers: &[&str]) -> Answer<()> {
+        let request = CheckpointPodRequest {
+            pod_sandbox_id: pod.to_owned(),
+            output_path: to.display().to_string(),
+            container_ids: containers.iter().map(|&id| id.to_owned()).collect(),
+        };
+        self.unary("/runtime.v1.RuntimeService/CheckpointPod", request).await
+    }
+
+    /// RestorePod of the daemon.
+    pub async fn restore_pod(
+        &self,
+        from: &Path,
+        config: &PodSandboxConfig,
+        handler: &str,
+        containers: Vec<ContainerConfig>,
+    ) -> Answer<RestorePodResponse> {
+        let request = RestorePodRequest {
+            checkpoint_path: from.display().to_string(),
+            config: Some(config.clone()),
+            runtime_handler: handler.to_owned(),
+            container_configs: containers,
+        };
+        self.unary("/runtime.v1.RuntimeService/RestorePod", request).await
+    }
+
+    /// Makes a call that the generated client does not have.
+    async fn unary<Q, A>(&self, path: &'static str, request: Q) -> Answer<A>
+    where
+        Q: prost::Message + 'static,
+        A: prost::Message + Default + 'static,
+    {
         let mut connection = tonic::client::Grpc::new(self.channel.clone());
         connection.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
-        let codec = tonic_prost::ProstCodec::<_, ()>::default();
-        connection.unary(tonic::Request::new(request), path, codec).await.map(drop)
+        let codec = tonic_prost::ProstCodec::<Q, A>::default();
+        let path = PathAndQuery::from_static(path);
+        connection.unary(tonic::Request::new(request), path, codec).await.map(tonic::Response::into_inner)
     }
 
     /// ReopenContainerLog, after the log was moved.

@@ -89,6 +89,6 @@ impl<'a> Failing<'a> {
 pub async fn reached(case: &Case) -> Result<()> {
     let config = case.pod_config();
     let pod = insist("reach the daemon", || case.cri.run_pod(&config, case.handler)).await?;
-    case.cri.stop_pod(&pod).await?;
-    Ok(case.cri.remove_pod(&pod).await?)
+    insist("stop the pod that reached it", || case.cri.stop_pod(&pod)).await?;
+    insist("remove the pod that reached it", || case.cri.remove_pod(&pod)).await
 }

@@ -62,10 +62,10 @@ impl Fifos {
             stderr: outputs.get(1).map(text).unwrap_or_default(),
             terminal,
         };
-        let held = Some(pipe::OpenOptions::new().read_write(true).open_sender(&stdin)?);
+        let stdin_sender = Some(pipe::OpenOptions::new().read_write(true).open_sender(&stdin)?);
         let mut paths = outputs;
         paths.push(stdin);
-        Ok(Self { paths, stdio, stdin: held, output, stalled, readers })
+        Ok(Self { paths, stdio, stdin: stdin_sender, output, stalled, readers })
     }
 
     /// Returns the paths for containerd.

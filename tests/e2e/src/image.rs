@@ -58,7 +58,6 @@ impl Entry {
     }
 }
 
-/// Returns a layer.
 fn layer(entries: &[Entry]) -> Result<Vec<u8>> {
     let mut archive = Builder::new(Vec::new());
     for entry in entries {

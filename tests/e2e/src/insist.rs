@@ -11,10 +11,10 @@ use crate::case::PATIENCE;
 pub fn nobody_there(error: &Status) -> bool {
     let words =
         ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];
-    let said = error.message();
+    let message = error.message();
     // A worker without memory says that a resource is: it was there.
     error.code() == Code::Unavailable
-        || !said.contains("temporarily unavailable") && words.iter().any(|word| said.contains(word))
+        || !message.contains("temporarily unavailable") && words.iter().any(|word| message.contains(word))
 }
 
 /// Asks until containerd has seen the container's task. It looks at it first and gives up after 2 s

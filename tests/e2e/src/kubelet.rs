@@ -23,13 +23,13 @@ pub struct Kubelet {
 
 impl Kubelet {
     /// Creates the directories of a pod of `case`.
-    pub fn of(case: &Case) -> Result<Self> {
-        Self::of_another(case, "")
+    pub fn new(case: &Case) -> Result<Self> {
+        Self::named(case, "")
     }
 
     /// Creates the directories of one of several pods of `case`, identified by `name`: the pods whose uid is
     /// [`Kubelet::uid`].
-    pub fn of_another(case: &Case, name: &str) -> Result<Self> {
+    pub fn named(case: &Case, name: &str) -> Result<Self> {
         let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}{name}", case.name));
         fs::create_dir_all(&pod).with_context(|| format!("cannot create {}", pod.display()))?;
         Ok(Self { pod, mounts: Vec::new(), loops: Vec::new() })
@@ -72,10 +72,10 @@ impl Kubelet {
         for entry in fs::read_dir(dir)? {
             let entry = entry?;
             let name = entry.file_name();
-            let kept = name.to_str().is_some_and(|name| {
+            let is_current = name.to_str().is_some_and(|name| {
                 name == version || name == "..data" || files.iter().any(|(file, _)| *file == name)
             });
-            match kept {
+            match is_current {
                 true => {}
                 false if entry.file_type()?.is_dir() => fs::remove_dir_all(entry.path())?,
                 false => fs::remove_file(entry.path())?,

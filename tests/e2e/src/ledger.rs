@@ -1,11 +1,13 @@
 //! The table of injected faults and their effects, written by the cases.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+
+use crate::document;
 
 /// One kind of fault and its effect on pods.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -60,19 +62,9 @@ pub fn close() -> Result<()> {
     fs::write(&path, serde_json::to_vec_pretty(&lines)?)
         .with_context(|| format!("cannot write {}", path.display()))?;
     match std::env::var_os("SANDBOXER_E2E_REPORT") {
-        Some(report) => put_into(&PathBuf::from(report), &lines),
+        Some(report) => document::replace(report.as_ref(), "<!-- made by the cases -->\n", |_| table(&lines)),
         None => Ok(()),
     }
-}
-
-/// Replaces the table in a document, between two marks.
-fn put_into(report: &Path, lines: &[Line]) -> Result<()> {
-    let (from, to) = ("<!-- made by the cases -->\n", "<!-- to here -->");
-    let text = fs::read_to_string(report).with_context(|| format!("cannot read {}", report.display()))?;
-    let (before, rest) = text.split_once(from).context("the report has no start mark of the table")?;
-    let (_, after) = rest.split_once(to).context("the report has no end mark of the table")?;
-    fs::write(report, format!("{before}{from}{}{to}{after}", table(lines)))
-        .with_context(|| format!("cannot write {}", report.display()))
 }
 
 /// Returns the lines as a table in Markdown.

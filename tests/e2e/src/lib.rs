@@ -8,6 +8,7 @@ pub mod bystander;
 pub mod case;
 pub mod containerd;
 pub mod cri;
+pub mod document;
 pub mod failing;
 pub mod fifo;
 pub mod forward;

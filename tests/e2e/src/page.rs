@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, bail, ensure};
 
 /// Where a block runs: `host` beside the clone, by scripts/test-deb.sh; `node` in a node VM with the package, and `source` there
-/// after the package has gone, both by tests/package; `cluster` by tests/kubernetes; `doors` by the end-to-end cases; `nowhere` for the
-/// reason that is given.
-const PLACES: [&str; 6] = ["host", "node", "source", "cluster", "doors", "nowhere"];
+/// after the package has gone, both by tests/package; `cluster` by tests/kubernetes; `doors`, `docker` and `crio` by the end-to-end cases; `nowhere`
+/// for the reason that is given.
+const PLACES: [&str; 8] = ["host", "node", "source", "cluster", "doors", "docker", "crio", "nowhere"];
 /// Variables that one block sets and another reads.
 const VARIABLES: [&str; 3] = ["CRI_CONFIG_FILE", "POD", "CONTAINER"];
 
@@ -79,8 +79,8 @@ impl Page {
         }
         let left: Vec<_> = self.blocks.iter().filter(|block| block.place == place).collect();
         ensure!(!left.is_empty(), "the page has no block for {place}");
-        let kept = dir.join(".variables");
-        Ok(Visit { left: left.into_iter(), dir: dir.to_owned(), kept, env: Vec::new() })
+        let variables_file = dir.join(".variables");
+        Ok(Visit { left: left.into_iter(), dir: dir.to_owned(), variables_file, env: Vec::new() })
     }
 }
 
@@ -90,7 +90,7 @@ pub struct Visit<'a> {
     left: std::vec::IntoIter<&'a Block>,
     dir: PathBuf,
     /// The variables of the block before.
-    kept: PathBuf,
+    variables_file: PathBuf,
     env: Vec<(String, String)>,
 }
 
@@ -115,9 +115,9 @@ impl Visit<'_> {
     /// Runs a command as if the reader had typed it.
     pub fn shell(&self, text: &str) -> Result<String> {
         let script = format!(
-            "set -euo pipefail\n[[ ! -e {kept} ]] || . {kept}\n{text}\n\
-             for name in {names}; do [[ -z ${{!name:-}} ]] || printf 'export %s=%q\\n' \"$name\" \"${{!name}}\"; done >{kept}\n",
-            kept = self.kept.display(),
+            "set -euo pipefail\n[[ ! -e {variables_file} ]] || . {variables_file}\n{text}\n\
+             for name in {names}; do [[ -z ${{!name:-}} ]] || printf 'export %s=%q\\n' \"$name\" \"${{!name}}\"; done >{variables_file}\n",
+            variables_file = self.variables_file.display(),
             names = VARIABLES.join(" ")
         );
         let output = Command::new("bash")
@@ -127,10 +127,10 @@ impl Visit<'_> {
             .stdin(Stdio::null())
             .output()
             .context("cannot run bash")?;
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        let words = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "{}: {text}{said}{words}", output.status);
-        Ok(said)
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "{}: {text}{stdout}{stderr}", output.status);
+        Ok(stdout)
     }
 
     /// Checks that all blocks were run.

@@ -54,7 +54,7 @@ pub enum Victim {
 
 impl Victim {
     /// Returns each of them in turn.
-    pub fn of(round: usize) -> Self {
+    pub fn in_turn(round: usize) -> Self {
         [Self::Worker, Self::Front, Self::Both][round % 3]
     }
 }
@@ -111,36 +111,36 @@ impl Stack {
     }
 
     /// Returns the resources of pods in the running stack; none after every pod is removed.
-    pub fn held(&self) -> Result<Vec<String>> {
-        let mut held = Vec::new();
+    pub fn pod_resources(&self) -> Result<Vec<String>> {
+        let mut resources = Vec::new();
         for pid in self.vmms()? {
-            held.push(format!("VMM {pid}"));
+            resources.push(format!("VMM {pid}"));
         }
         for name in ["sandboxer-share", "containerd-shim"] {
-            held.extend(self.processes(name)?.iter().map(|pid| format!("{name} {pid}")));
+            resources.extend(self.processes(name)?.iter().map(|pid| format!("{name} {pid}")));
         }
         for dir in self.daemon_dirs().map(|dir| dir.join("pods")) {
             for entry in fs::read_dir(&dir).into_iter().flatten() {
-                held.push(entry?.path().display().to_string());
+                resources.push(entry?.path().display().to_string());
             }
         }
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         let pods = [self.dir.join("sandboxer"), self.dir.join("containerd/state")];
         for mount in mounts.lines().filter_map(|line| line.split(' ').nth(4)) {
             if pods.iter().any(|dir| Path::new(mount).starts_with(dir)) {
-                held.push(format!("mount {mount}"));
+                resources.push(format!("mount {mount}"));
             }
         }
-        Ok(held)
+        Ok(resources)
     }
 
     /// Returns the resources of removed pods, once there are none or they stay.
     pub async fn left(&self) -> Result<Vec<String>> {
         let began = Instant::now();
         loop {
-            let held = self.held()?;
-            if held.is_empty() || began.elapsed() > GONE_WITHIN {
-                return Ok(held);
+            let resources = self.pod_resources()?;
+            if resources.is_empty() || began.elapsed() > GONE_WITHIN {
+                return Ok(resources);
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -154,7 +154,7 @@ impl Stack {
 
     /// Removes the stack and starts an empty one in the same directory.
     pub fn renew(&self) -> Result<()> {
-        if self.kept() {
+        if self.is_kept() {
             bail!("it is kept as it is, as SANDBOXER_E2E_KEEP asks");
         }
         let down = self.take_down();
@@ -163,12 +163,12 @@ impl Stack {
     }
 
     /// Returns whether the stack is kept after the run.
-    fn kept(&self) -> bool {
+    fn is_kept(&self) -> bool {
         std::env::var_os("SANDBOXER_E2E_KEEP").is_some()
     }
 
     fn take_down(&self) -> Result<()> {
-        if self.kept() {
+        if self.is_kept() {
             eprintln!(
                 "kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/{1} down {0}",
                 self.dir.display(),
@@ -219,31 +219,38 @@ impl Stack {
         .await
     }
 
+    /// Runs `sandboxer-cli` and returns its output.
+    pub fn cli(&self, words: &[&str]) -> Result<String> {
+        let output = self.command("sandboxer-cli").args(words).output()?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "sandboxer-cli {}: {}", words.join(" "), stderr.trim());
+        Ok(String::from_utf8(output.stdout)?)
+    }
+
+    /// Runs `sandboxer-cli --json` and returns its output.
+    pub fn cli_json(&self, words: &[&str]) -> Result<serde_json::Value> {
+        Ok(serde_json::from_str(&self.cli(&[words, &["--json"]].concat())?)?)
+    }
+
     /// Returns the process behind the daemon's front; waits until it answers.
     pub fn worker(&self) -> Result<Pid> {
-        let output = self.command("sandboxer-cli").args(["version", "--json"]).output()?;
-        ensure!(
-            output.status.success(),
-            "sandboxer-cli version: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let version = self.cli_json(&["version"])?;
         let pid = |name: &str| {
-            let pid = told["daemon"][name].as_i64().and_then(|pid| i32::try_from(pid).ok());
-            pid.map(Pid::from_raw).with_context(|| format!("no {name} in {told}"))
+            let pid = version["daemon"][name].as_i64().and_then(|pid| i32::try_from(pid).ok());
+            pid.map(Pid::from_raw).with_context(|| format!("no {name} in {version}"))
         };
         let keeper = self.pid("sandboxer")?;
-        ensure!(pid("keeper_pid")? == keeper, "the keeper is another process than {keeper}: {told}");
+        ensure!(pid("keeper_pid")? == keeper, "the keeper is another process than {keeper}: {version}");
         let worker = pid("worker_pid")?;
         // Another one may be there by now, but each was what it is called.
         for (name, process, parent) in
             [("front", pid("front_pid")?, keeper), ("worker", worker, pid("front_pid")?)]
         {
             let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-            let of = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1)?.parse().ok());
+            let ppid = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1)?.parse().ok());
             ensure!(
-                of.is_none_or(|of: i32| of == parent.as_raw() || of == 1),
-                "{process} is not the {name}: {told}"
+                ppid.is_none_or(|ppid: i32| ppid == parent.as_raw() || ppid == 1),
+                "{process} is not the {name}: {version}"
             );
         }
         Ok(worker)

@@ -11,7 +11,7 @@ use crate::{
     process::{Exit, Process, State},
     runtime::{self, Stdio},
     sync::lock,
-    worker::Done,
+    worker::Outcome,
 };
 
 use super::{Container, CreateExec, fingerprint};
@@ -88,7 +88,7 @@ impl Container {
         let job = |stdio: &Stdio<'_>| {
             runtime::exec(&self.id, request.id.as_str(), &request.process, stdio, init_waits)
         };
-        let Done { result, since, causes } = self.launch(&exec.process, job).await?;
+        let Outcome { result, since, causes } = self.launch(&exec.process, job).await?;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         exec.process.running(pid);
         self.watch(&exec.process, pid, since);

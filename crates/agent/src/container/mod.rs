@@ -41,7 +41,7 @@ use crate::{
     runtime::{self, BlockDevice, File, Stdio},
     stats::{self, Stats},
     sync::lock,
-    worker::{Causes, Done, Workers},
+    worker::{Causes, Outcome, Workers},
 };
 
 /// How long killed processes may take to exit, and frozen ones to freeze.
@@ -67,7 +67,6 @@ pub struct Shared {
     pub pids: SharedPids,
 }
 
-/// A container.
 pub struct Container {
     id: ContainerId,
     cgroup: Cgroup,
@@ -130,7 +129,7 @@ impl Container {
     pub fn new(request: &Create, shared: Arc<Shared>) -> Self {
         Self {
             id: request.id.clone(),
-            cgroup: Cgroup::of(&request.id),
+            cgroup: Cgroup::of_container(&request.id),
             fingerprint: fingerprint(request),
             sees_others: request.sees != PidMode::Own,
             is_root_shared: request.rootfs.is_shared(),
@@ -140,7 +139,7 @@ impl Container {
                 .files
                 .iter()
                 .position(|file| file.is_message)
-                .map(|n| Dir::of(&request.id).file(n)),
+                .map(|n| Dir::of_container(&request.id).file(n)),
             files: request.files.iter().map(|file| file.path.clone()).collect(),
             hold: Mutex::default(),
             took: OnceLock::new(),
@@ -196,19 +195,19 @@ impl Container {
         for seen in &request.devices {
             devices.push(BlockDevice { node: disk::find(&seen.serial).await?, seen });
         }
-        let found = began.elapsed();
-        let done = self
+        let find_time = began.elapsed();
+        let outcome = self
             .launch(&self.init, |stdio| {
                 runtime::create(&request.id, &request.spec, &disks, &request.files, &devices, pids, stdio)
             })
             .await?;
-        let Done { result, since, causes } = done;
+        let Outcome { result, since, causes } = outcome;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         self.shared.oom.add(&self.id).map_err(internal("cannot watch for the OOM killer"))?;
         self.init.created(pid);
         self.watch(&self.init, pid, since);
         self.start.lock().await.causes = Some(causes);
-        let _ = self.took.set((found, began.elapsed() - found));
+        let _ = self.took.set((find_time, began.elapsed() - find_time));
         Ok(pid)
     }
 
@@ -217,23 +216,23 @@ impl Container {
         &self,
         process: &Process,
         job: impl FnOnce(&Stdio<'_>) -> Result<i32, Failure>,
-    ) -> Result<Done<i32>, Failure> {
-        let wanted = process.wanted();
-        if wanted.terminal {
+    ) -> Result<Outcome<i32>, Failure> {
+        let stdio = process.stdio();
+        if stdio.terminal {
             let console = Console::open()?;
-            let done = self.shared.workers.run(&[], || job(&Stdio::Terminal(console.path()))).await?;
-            if done.result.is_ok() {
+            let outcome = self.shared.workers.run(&[], || job(&Stdio::Terminal(console.path()))).await?;
+            if outcome.result.is_ok() {
                 process.connect_terminal(console.take_master()?)?;
             }
-            return Ok(done);
+            return Ok(outcome);
         }
-        let (ours, theirs) = io::pipes(wanted)?;
-        let done = self.shared.workers.run(&theirs.all(), || job(&Stdio::Pipes(&theirs))).await?;
+        let (ours, theirs) = io::pipes(stdio)?;
+        let outcome = self.shared.workers.run(&theirs.all(), || job(&Stdio::Pipes(&theirs))).await?;
         drop(theirs);
-        if done.result.is_ok() {
+        if outcome.result.is_ok() {
             process.connect_pipes(ours)?;
         }
-        Ok(done)
+        Ok(outcome)
     }
 
     fn watch(&self, process: &Arc<Process>, pid: i32, since: crate::reaper::Since) {
@@ -241,7 +240,7 @@ impl Container {
         let is_init = Arc::ptr_eq(process, &self.init);
         let unstarted = is_init.then(|| Arc::clone(&self.unstarted));
         // Processes that the init leaves must end with it: the kernel ensures this only where the init is PID 1.
-        let survivors = (self.sees_others && is_init).then(|| Cgroup::of(&self.id));
+        let survivors = (self.sees_others && is_init).then(|| Cgroup::of_container(&self.id));
         process.watch(self.shared.reaper.claim(pid, since), move |death| {
             if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
                 log::print(&format!("cannot kill the remaining processes of container {id}: {error}"));
@@ -294,9 +293,15 @@ impl Container {
     }
 
     /// Holds a container of the guest of which this one is a copy: it is frozen, and goes on when it is started. Its
-    /// streams begin anew, its execs end, and `files` replace the content of those at their paths.
-    pub fn hold(&self, files: &[File]) -> Result<(), Failure> {
-        self.running_pid()?;
+    /// streams begin anew, its execs end, and `files` replace the content of those at their paths. Its init then gets
+    /// `signal`, unless that is 0, before it does anything else.
+    pub fn hold(&self, files: &[File], signal: u32) -> Result<(), Failure> {
+        // One that is held already gets another identifier.
+        let State::Running { pid } = self.init.state() else {
+            return Err(Failure::precondition(format!("container {} does not run", self.id)));
+        };
+        let signal = i32::try_from(signal).ok().filter(|signal| (0..=libc::SIGRTMAX()).contains(signal));
+        let signal = signal.ok_or_else(|| Failure::invalid("invalid signal for a container that goes on"))?;
         if !self.is_paused() {
             return Err(Failure::precondition(format!(
                 "container {} was not frozen when it was copied",
@@ -305,7 +310,7 @@ impl Container {
         }
         for file in files {
             let Some(n) = self.files.iter().position(|path| *path == file.path) else { continue };
-            let path = Dir::of(&self.id).file(n);
+            let path = Dir::of_container(&self.id).file(n);
             // The termination message is the container's own, and so is its place on the host.
             if self.message.as_ref() != Some(&path) {
                 std::fs::write(&path, &file.content)
@@ -315,6 +320,10 @@ impl Container {
         self.init.begin_anew()?;
         self.end_execs();
         *lock(&self.hold) = Hold::Held;
+        if signal != 0 {
+            // It waits with the frozen process. One that has exited meanwhile needs none.
+            let _ = kill(pid, signal);
+        }
         Ok(())
     }
 
@@ -445,8 +454,8 @@ impl Container {
             }
             false => None,
         };
-        let done = self.cgroup.freeze(frozen, PROMPT).await;
-        match done.map_err(internal(format!("cannot {verb} container {}", self.id)))? {
+        let result = self.cgroup.freeze(frozen, PROMPT).await;
+        match result.map_err(internal(format!("cannot {verb} container {}", self.id)))? {
             true => Ok(()),
             false => Err(late("processes of")),
         }
@@ -455,8 +464,7 @@ impl Container {
     /// Changes the container's resource limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
         self.wait_created().await?;
-        let done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
-        done.result.map_err(|failure| done.causes.explain(failure))
+        self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?.into_result()
     }
 
     /// Returns the guest PIDs of all the container's processes.
@@ -472,7 +480,7 @@ impl Container {
     /// Reads the container's resource usage.
     pub fn stats(&self) -> Stats {
         // The agent never looks at the host's files, which may block.
-        let writable = (!self.is_root_shared).then(|| Dir::of(&self.id).writable());
+        let writable = (!self.is_root_shared).then(|| Dir::of_container(&self.id).writable());
         stats::of_container(&self.cgroup, writable.as_deref())
     }
 
@@ -510,8 +518,7 @@ impl Container {
         for (_, process) in self.processes() {
             process.disconnect();
         }
-        let done = self.shared.workers.run(&[], || runtime::remove(&self.id)).await?;
-        done.result.map_err(|failure| done.causes.explain(failure))
+        self.shared.workers.run(&[], || runtime::remove(&self.id)).await?.into_result()
     }
 }
 

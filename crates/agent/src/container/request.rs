@@ -5,7 +5,7 @@ use std::hash::Hash;
 use sandboxer_protocol::id::{ContainerId, ExecId};
 
 use crate::{
-    io::Wanted,
+    io::StdioSpec,
     rootfs::Plan,
     runtime::{File, SeenDevice},
 };
@@ -20,7 +20,7 @@ pub struct Create {
     /// The disks of the root file system.
     pub rootfs: Plan,
     /// The streams of the init.
-    pub stdio: Wanted,
+    pub stdio: StdioSpec,
     /// Files to place in the container.
     pub files: Vec<File>,
     /// The processes that the container sees beside its own.
@@ -48,5 +48,5 @@ pub struct CreateExec {
     /// The OCI process, JSON.
     pub process: Vec<u8>,
     /// The exec's streams.
-    pub stdio: Wanted,
+    pub stdio: StdioSpec,
 }

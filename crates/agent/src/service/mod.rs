@@ -28,9 +28,7 @@ use crate::{
 
 /// The agent's service.
 pub struct Service {
-    /// The containers.
     pub containers: Arc<Containers>,
-    /// The volumes.
     pub volumes: Arc<Volumes>,
     /// The queue of events.
     pub events: Arc<Events>,
@@ -128,12 +126,12 @@ impl Service {
     pub(super) fn list(&self) -> Vec<wire::Process> {
         let mut listed = Vec::new();
         for (id, container) in self.containers.all() {
-            let (paused, held) = (container.is_paused(), container.is_held());
+            let (is_paused, is_held) = (container.is_paused(), container.is_held());
             let processes = container.processes();
             listed.extend(
-                processes
-                    .iter()
-                    .map(|(exec, process)| messages::process(&id, exec.as_ref(), process, paused, held)),
+                processes.iter().map(|(exec, process)| {
+                    messages::process(&id, exec.as_ref(), process, is_paused, is_held)
+                }),
             );
         }
         listed

@@ -164,9 +164,9 @@ impl Agent for Service {
         request: wire::AdoptContainerRequest,
     ) -> Response<wire::AdoptContainerResponse> {
         let id = container_id(&request.container_id).map_err(refuse)?;
-        let of = container_id(&request.of).map_err(refuse)?;
+        let source = container_id(&request.of).map_err(refuse)?;
         let files: Vec<_> = request.files.into_iter().map(messages::file).collect();
-        let container = self.containers.adopt(&id, &of, &files).map_err(refuse)?;
+        let container = self.containers.adopt(&id, &source, &files, request.signal).map_err(refuse)?;
         let pid = container.wait_created().await.map_err(refuse)?;
         Ok(wire::AdoptContainerResponse { pid: guest_pid(pid), ..Default::default() })
     }
@@ -197,7 +197,7 @@ impl Agent for Service {
         let create = || {
             let container = self.container(&request.container_id)?;
             let id = id("exec_id", &request.exec_id)?;
-            let stdio = messages::wanted(&request.stdio);
+            let stdio = messages::stdio_spec(&request.stdio);
             container.create_exec(CreateExec { id, process: request.process_json, stdio })
         };
         create().map_err(refuse)?;

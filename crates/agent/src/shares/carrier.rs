@@ -89,12 +89,12 @@ pub fn start(device: File, transport: Transport) -> io::Result<Pid> {
 /// Runs the carrier until its device is closed.
 fn carry(device: File, transport: Transport) {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
-    let mut kept = vec![device.as_raw_fd()];
+    let mut fds = vec![device.as_raw_fd()];
     match &transport {
-        Transport::Disk(disk) => kept.push(disk.as_raw_fd()),
-        Transport::Streams(streams, _) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
+        Transport::Disk(disk) => fds.push(disk.as_raw_fd()),
+        Transport::Streams(streams, _) => fds.extend(streams.iter().map(AsRawFd::as_raw_fd)),
     }
-    close_all_but(kept);
+    close_all_but(fds);
     let slots: Vec<Slot> = match transport {
         Transport::Disk(disk) => {
             let disk = Arc::new(disk);
@@ -134,9 +134,9 @@ impl Slot {
     /// Carries requests until the device is closed.
     fn carry(&mut self, device: &File) {
         // Pages stay unused until they are needed: most messages are short.
-        let mut room = vec![0; MAX_MESSAGE + 2 * PAGE];
-        let aligned = room.as_ptr().align_offset(PAGE).min(PAGE);
-        let buffer = &mut room[aligned..aligned + MAX_MESSAGE + PAGE];
+        let mut pages = vec![0; MAX_MESSAGE + 2 * PAGE];
+        let aligned = pages.as_ptr().align_offset(PAGE).min(PAGE);
+        let buffer = &mut pages[aligned..aligned + MAX_MESSAGE + PAGE];
         loop {
             let length = match nix::unistd::read(device, &mut buffer[..MAX_MESSAGE]) {
                 Ok(length) => length,
@@ -144,7 +144,7 @@ impl Slot {
                 Err(Errno::ENOENT | Errno::EINTR | Errno::EAGAIN) => continue,
                 Err(_) => return,
             };
-            let Some(head) = Head::of(&buffer[..length]) else { continue };
+            let Some(head) = Head::parse(&buffer[..length]) else { continue };
             // Requests cannot be interrupted, and none is slow here.
             if head.opcode == opcode::INTERRUPT {
                 continue;

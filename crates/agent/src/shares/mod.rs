@@ -119,8 +119,8 @@ fn read_ahead() -> io::Result<()> {
 
 /// Returns the device number, such as `0:45`, of the mount at `path`.
 fn device_of<'a>(mounts: &'a str, path: &str) -> Option<&'a str> {
-    let found = mounts.lines().rev().find(|line| line.split(' ').nth(4) == Some(path));
-    found?.split(' ').nth(2)
+    let mount = mounts.lines().rev().find(|line| line.split(' ').nth(4) == Some(path));
+    mount?.split(' ').nth(2)
 }
 
 #[cfg(test)]

@@ -228,21 +228,21 @@ async fn behind(agent: &AgentClient) -> (i64, SyncClockRequest) {
     for _ in 0..8 {
         let now = || i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos()).unwrap();
         let before = now();
-        let said = patiently(agent.sync_clock(ctx(), &SyncClockRequest::new())).await.unwrap();
+        let reading = patiently(agent.sync_clock(ctx(), &SyncClockRequest::new())).await.unwrap();
         let took = now() - before;
         let host = before + took / 2;
-        assert!(!said.kept, "an emulated guest has no clock of its VMM's");
-        let told = SyncClockRequest {
-            at_boottime_ns: said.boottime_ns,
+        assert!(!reading.kept, "an emulated guest has no clock of its VMM's");
+        let correction = SyncClockRequest {
+            at_boottime_ns: reading.boottime_ns,
             realtime_ns: host.unsigned_abs(),
             ..Default::default()
         };
         if best.as_ref().is_none_or(|(quickest, ..)| took < *quickest) {
-            best = Some((took, host - i64::try_from(said.realtime_ns).unwrap(), told));
+            best = Some((took, host - i64::try_from(reading.realtime_ns).unwrap(), correction));
         }
     }
-    let (_, behind, told) = best.unwrap();
-    (behind, told)
+    let (_, behind, correction) = best.unwrap();
+    (behind, correction)
 }
 
 #[tokio::test]
@@ -257,20 +257,20 @@ async fn a_clock_that_is_wrong_comes_back() {
     let sets = run(&agent, &container("sets", &spec(process))).await;
     assert_eq!(sets.stdout().await, "set\n");
     end(&agent, "sets").await;
-    let (far, told) = behind(&agent).await;
+    let (far, correction) = behind(&agent).await;
     assert!(far > 86_400_000 * MS, "{far}");
     // However late and however often it is requested.
     for _ in 0..2 {
         tokio::time::sleep(Duration::from_millis(300)).await;
-        patiently(agent.sync_clock(ctx(), &told)).await.unwrap();
+        patiently(agent.sync_clock(ctx(), &correction)).await.unwrap();
     }
     let (left, _) = behind(&agent).await;
     assert!(left.abs() < 10 * MS, "{left} ns are left of a step");
 
     // A small difference is slewed: the clock does not jump.
-    let near = SyncClockRequest { realtime_ns: told.realtime_ns - 1_000_000_000, ..told.clone() };
+    let near = SyncClockRequest { realtime_ns: correction.realtime_ns - 1_000_000_000, ..correction.clone() };
     patiently(agent.sync_clock(ctx(), &near)).await.unwrap();
-    let near = SyncClockRequest { realtime_ns: told.realtime_ns - 700_000_000, ..told.clone() };
+    let near = SyncClockRequest { realtime_ns: correction.realtime_ns - 700_000_000, ..correction.clone() };
     patiently(agent.sync_clock(ctx(), &near)).await.unwrap();
     let (before, _) = behind(&agent).await;
     assert!(before > 900 * MS, "{before}: it jumped");
@@ -395,10 +395,10 @@ async fn what_goes_with_a_container_is_not_written_out() {
     request.rootfs =
         Some(Rootfs { lower: vec![disk(BUSYBOX, "erofs", true)], writable, ..Default::default() }).into();
     let process = run(&agent, &request).await;
-    let said = process.stdout().await;
-    assert!(said.ends_with(&format!("{}\n", 6 << 20)), "{said}{}", process.stderr().await);
-    let asked = StatsRequest { container_id: "c".into(), ..Default::default() };
-    let stats = patiently(agent.stats(ctx(), &asked)).await.unwrap();
+    let stdout = process.stdout().await;
+    assert!(stdout.ends_with(&format!("{}\n", 6 << 20)), "{stdout}{}", process.stderr().await);
+    let request = StatsRequest { container_id: "c".into(), ..Default::default() };
+    let stats = patiently(agent.stats(ctx(), &request)).await.unwrap();
     assert!(stats.fs_used > 6 << 20 && stats.fs_used < 46 << 20, "{stats}");
     end(&agent, "c").await;
     let written = vm.written() - before;

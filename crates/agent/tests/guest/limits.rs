@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{container::*, vm::Vm};
 
-fn with(mut spec: Value, path: &str, value: Value) -> Value {
+fn replaced(mut spec: Value, path: &str, value: Value) -> Value {
     *spec.pointer_mut(path).unwrap() = value;
     spec
 }
@@ -81,13 +81,13 @@ async fn the_oom_killer_is_reported_as_event_and_exit() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;
     let resources = json!({"memory": {"limit": 24 << 20, "swap": 24 << 20}, "pids": {"limit": 20}, "cpu": {"shares": 512, "quota": 50000, "period": 100_000}});
-    let hungry = with(
+    let hungry = replaced(
         spec(shell("cat /dev/zero | head -c 100000000 | tail >/dev/null")),
         "/linux/resources",
         resources.clone(),
     );
     // Without a shell: the growing process is the init itself.
-    let hungry = with(hungry, "/process/args", json!(["sh", "-c", "exec tail -c 100000000 /dev/zero"]));
+    let hungry = replaced(hungry, "/process/args", json!(["sh", "-c", "exec tail -c 100000000 /dev/zero"]));
     patiently(agent.create_container(ctx(), &container("hungry", &hungry))).await.unwrap();
     let measured = stats(&agent, "hungry").await;
     assert_eq!((measured.memory_limit, measured.pids_limit), (24 << 20, 20));
@@ -105,7 +105,7 @@ async fn the_oom_killer_is_reported_as_event_and_exit() {
     end(&agent, "hungry").await;
 
     // One exec of a container is killed; the end of no other process is explained by that.
-    let web = with(spec(shell("sleep 1000")), "/linux/resources", resources);
+    let web = replaced(spec(shell("sleep 1000")), "/linux/resources", resources);
     run(&agent, &container("web", &web)).await;
     let ended = async |id: &str, script: &str, signal: Option<i32>| {
         let exec = exec(&agent, "web", id, &shell(script), streams()).await;
@@ -196,7 +196,7 @@ async fn limits_of_the_pod_are_those_of_all_its_containers_together() {
     };
     // Without a cgroup namespace it sees every control group.
     let look = spec(shell("cd /sys/fs/cgroup/sandboxer; cat cpu.max memory.max"));
-    let look = with(look, "/linux/namespaces", json!([{"type": "pid"}, {"type": "mount"}]));
+    let look = replaced(look, "/linux/namespaces", json!([{"type": "pid"}, {"type": "mount"}]));
     let limits = [
         ((0, 0, 0), "max 100000\nmax\n"),
         ((50_000, 0, 96 << 20), "50000 100000\n100663296\n"),

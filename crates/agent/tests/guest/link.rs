@@ -104,7 +104,7 @@ async fn power_off_ends_the_guest() {
     let mut vm = Vm::boot();
     let (agent, _) = vm.session().await;
     run(&agent, &container("web", &spec(shell("trap '' TERM; while :; do sleep 1; done")))).await;
-    let asked = tokio::spawn(async move { agent.power_off(ctx(), &PowerOffRequest::new()).await });
+    let power_off = tokio::spawn(async move { agent.power_off(ctx(), &PowerOffRequest::new()).await });
     assert!(vm.ends().await.success());
-    asked.abort();
+    power_off.abort();
 }

@@ -103,10 +103,10 @@ fn sharing(id: &str, script: &str, option: &str) -> CreateContainerRequest {
 
 async fn output(agent: &AgentClient, request: &CreateContainerRequest) -> String {
     let process = run(agent, request).await;
-    let (said, complained) = (process.stdout().await, process.stderr().await);
-    assert_eq!(process.wait().await.code, 0, "{said}{complained}");
+    let (stdout, stderr) = (process.stdout().await, process.stderr().await);
+    assert_eq!(process.wait().await.code, 0, "{stdout}{stderr}");
     end(agent, &request.container_id).await;
-    said
+    stdout
 }
 
 #[tokio::test]
@@ -120,9 +120,9 @@ async fn files_of_the_host_are_the_guests_and_the_other_way_round() {
         mkdir dir; mv to-host dir/moved; ln -s /etc/layer link; cat link; rm from-host
         ./busybox echo it runs; dd if=/dev/urandom of=big bs=1M count=3; sha256sum big
         exec 3>open; echo first >&3; rm open; echo second >&3; ls";
-    let said = output(&agent, &sharing("writer", script, "rw")).await;
+    let stdout = output(&agent, &sharing("writer", script, "rw")).await;
     let (words, sum) =
-        (said.clone(), said.lines().find_map(|line| line.strip_suffix("  big")).unwrap().to_owned());
+        (stdout.clone(), stdout.lines().find_map(|line| line.strip_suffix("  big")).unwrap().to_owned());
     assert!(words.starts_with("hello guest\nlower\nit runs\n"), "{words}");
     assert!(words.ends_with("big\nbusybox\ndir\nlink\n"), "{words}");
     let moved = server.host().join("dir/moved");
@@ -132,8 +132,8 @@ async fn files_of_the_host_are_the_guests_and_the_other_way_round() {
     assert!(String::from_utf8(on_host).unwrap().starts_with(&sum));
 
     let script = "cat /host/dir/moved; echo x >/host/new || echo refused; cat /host/link";
-    let said = output(&agent, &sharing("reader", script, "ro")).await;
-    assert_eq!(said, "hello host\nrefused\nlower\n", "a link leads where the container says");
+    let stdout = output(&agent, &sharing("reader", script, "ro")).await;
+    assert_eq!(stdout, "hello host\nrefused\nlower\n", "a link leads where the container says");
     assert!(!server.host().join("new").exists());
 }
 
@@ -167,17 +167,17 @@ async fn a_server_that_dies_is_an_error_and_no_more() {
     let seen = process.until("", "x\n").await;
     server.kill();
     process.write(0, b"go\n", true).await.unwrap();
-    let said = process.until(&seen, "fine\n").await;
-    assert!(said.ends_with("lost\nfine\n"), "{said}");
-    let complained = process.stderr().await;
-    assert!(complained.contains("I/O error") || complained.contains("Input/output error"), "{complained}");
+    let stdout = process.until(&seen, "fine\n").await;
+    assert!(stdout.ends_with("lost\nfine\n"), "{stdout}");
+    let stderr = process.stderr().await;
+    assert!(stderr.contains("I/O error") || stderr.contains("Input/output error"), "{stderr}");
 }
 
 /// A lease, which blocks every open for writing, for as long as the system's `fs.lease-break-time`.
 struct Lease(fs::File);
 
 impl Lease {
-    fn of(path: &Path) -> Self {
+    fn take(path: &Path) -> Self {
         let file = fs::File::open(path).unwrap();
         // SAFETY: both calls take only numbers. The kernel signals a broken lease with a signal that is
         // ignored.
@@ -204,7 +204,7 @@ async fn a_guest_with_a_request_that_hangs_is_asked_and_powers_off() {
     let (mut vm, agent) = guest(&server).await;
     let log = server.host().join("log");
     fs::write(&log, "").unwrap();
-    let lease = Lease::of(&log);
+    let lease = Lease::take(&log);
     let waiting = run(&agent, &sharing("waiting", "echo up; echo x >>/host/log", "rw")).await;
     waiting.until("", "up\n").await;
     while !lease.holds_somebody_up() {

@@ -117,6 +117,14 @@ async fn a_terminal_echoes_resizes_and_ends() {
     inner.write(31, b"echo sur''vived; exit 4\n", false).await.unwrap();
     inner.until(&seen, "survived").await;
     assert_eq!(inner.wait().await.code, 4);
+    // The end of its input hangs it up: `cat` ends.
+    let script = ["sh", "-c", "trap '' HUP; echo reads; cat; exit 6"];
+    let reads = exec(&agent, "tty", "reads", &command(&script), terminal()).await;
+    reads.start().await.unwrap();
+    // Before that it has no trap, and the hang-up ends it.
+    reads.until("", "reads").await;
+    reads.write(0, b"", true).await.unwrap();
+    assert_eq!(reads.wait().await.code, 6);
     let _ = tty;
     end(&agent, "tty").await;
 }

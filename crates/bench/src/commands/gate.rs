@@ -74,8 +74,9 @@ fn text(verdicts: &[Verdict], unit: &str) -> String {
     for verdict in verdicts {
         let grown: Vec<String> =
             verdict.grown.iter().map(|growth| format!("{} {unit}", change(&growth.what, growth))).collect();
-        let ratio =
-            |of: &dyn Fn(&Growth) -> String| verdict.over_runc.as_ref().map_or_else(|| "–".into(), of);
+        let ratio = |figure: &dyn Fn(&Growth) -> String| {
+            verdict.over_runc.as_ref().map_or_else(|| "–".into(), figure)
+        };
         rows.row([
             verdict.runtime.clone(),
             verdict.commit.clone().unwrap_or_else(|| "no record".into()),

@@ -1,5 +1,6 @@
 //! One file per command. To add one: a file with `Args` and `run`, and a `mod` and a variant here.
 
+mod checkpoints;
 mod completion;
 mod gate;
 mod man;
@@ -17,6 +18,7 @@ use sandboxer_command::Global;
 pub enum Command {
     Workload(workload::Args),
     Streams(streams::Args),
+    Checkpoints(checkpoints::Args),
     Score(score::Args),
     Merge(merge::Args),
     Gate(gate::Args),
@@ -31,6 +33,7 @@ impl Command {
         match self {
             Command::Workload(args) => workload::run(args, global).await,
             Command::Streams(args) => streams::run(args, global).await,
+            Command::Checkpoints(args) => checkpoints::run(args, global).await,
             Command::Score(args) => score::run(args, global),
             Command::Merge(args) => merge::run(args, global),
             Command::Gate(args) => gate::run(args, global),

@@ -221,7 +221,7 @@ fn shown(cell: &Cell) -> String {
 fn sum(sum: &Sum) -> String {
     let median =
         if sum.by_median == sum.score { String::new() } else { format!(", {} by median", sum.by_median) };
-    format!("{} of {}{median}, {} of {} measured", sum.score, sum.attainable, sum.measured, sum.of)
+    format!("{} of {}{median}, {} of {} measured", sum.score, sum.attainable, sum.measured, sum.features)
 }
 
 fn published_scores(rules: &Levels, global: &Global) -> Result<()> {
@@ -235,10 +235,14 @@ fn published_scores(rules: &Levels, global: &Global) -> Result<()> {
         check.cells - check.contradictions.len(),
         check.cells
     );
-    for of in &check.contradictions {
+    for contradiction in &check.contradictions {
         text += &format!(
             "\n{} {}: {:.1} % of the baseline, published {}, by the rule {}",
-            of.system, of.feature, of.percent, of.published, of.by_rule
+            contradiction.system,
+            contradiction.feature,
+            contradiction.percent,
+            contradiction.published,
+            contradiction.by_rule
         );
     }
     Ok(output::print(&text)?)

@@ -61,8 +61,9 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         bar.set_message(runtime.to_owned());
         bar.inc(1);
     };
-    let of = Context { runtime: &bench.runtime, watch: &bench.watch, clock: bench.clock, cancel: &cancel };
-    let report = streams::run(&of, &plan, &mut progress).await?;
+    let context =
+        Context { runtime: &bench.runtime, watch: &bench.watch, clock: bench.clock, cancel: &cancel };
+    let report = streams::run(&context, &plan, &mut progress).await?;
     bar.finish_and_clear();
     if let Some(file) = output {
         serde_json::to_writer_pretty(file, &report).context("cannot write the result")?;
@@ -86,12 +87,12 @@ fn text(report: &Report) -> String {
     let over = |ratio: Option<&Ratio>| ratio.map_or_else(|| "–".into(), Ratio::short);
     for series in &report.series {
         let (name, mib) = (&series.runtime, report.bytes as f64 / f64::from(1 << 20));
-        let of = [
+        let kinds = [
             ("exec true", series.exec(), false, over(report.exec_over_runc.get(name))),
             ("log", series.log(), true, over(report.rate_over_runc.get(name))),
             ("log, container's clock", series.write(), true, "–".into()),
         ];
-        for (what, times, has_rate, over) in of.into_iter().filter(|(_, times, ..)| times.n > 0) {
+        for (what, times, has_rate, over) in kinds.into_iter().filter(|(_, times, ..)| times.n > 0) {
             let rate = times.p50_ms.filter(|_| has_rate).map(|ms| format!("{:.1}", mib * 1e3 / ms));
             let mut row = vec![name.clone(), what.into(), times.n.to_string(), times.failures.to_string()];
             row.extend([times.min_ms, times.p50_ms, times.p90_ms, times.max_ms].map(ms));

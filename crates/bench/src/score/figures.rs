@@ -25,8 +25,8 @@ impl Figure {
 
     /// Returns the figure of cases; `None` if a case has no values.
     pub fn of_cases(cases: &[Vec<f64>]) -> Option<Self> {
-        let average = |of: &dyn Fn(&[f64]) -> Option<f64>| -> Option<f64> {
-            let all = cases.iter().map(|values| of(values)).collect::<Option<Vec<f64>>>()?;
+        let average = |average_of: &dyn Fn(&[f64]) -> Option<f64>| -> Option<f64> {
+            let all = cases.iter().map(|values| average_of(values)).collect::<Option<Vec<f64>>>()?;
             mean(&all)
         };
         let values = if cases.len() == 1 { cases[0].clone() } else { Vec::new() };
@@ -41,9 +41,9 @@ fn mean(values: &[f64]) -> Option<f64> {
 /// Returns a figure of a runtime, from the first result that has it.
 pub fn figure(results: &Results, from: &From, runtime: &str) -> Option<Figure> {
     match from {
-        From::Workload { probe, cases, metric } => results.workloads.iter().find_map(|of| {
+        From::Workload { probe, cases, metric } => results.workloads.iter().find_map(|result| {
             let values = |case: &String| -> Vec<f64> {
-                let mine = of
+                let mine = result
                     .runs
                     .iter()
                     .filter(|run| run.probe == *probe && run.case == *case && run.runtime == runtime);
@@ -51,29 +51,30 @@ pub fn figure(results: &Results, from: &From, runtime: &str) -> Option<Figure> {
             };
             Figure::of_cases(&cases.iter().map(values).collect::<Vec<_>>())
         }),
-        From::Startup { startup } => {
-            results.startups.iter().find_map(|of| Figure::of_cases(&[times(&of.samples, runtime, *startup)]))
-        }
+        From::Startup { startup } => results
+            .startups
+            .iter()
+            .find_map(|result| Figure::of_cases(&[times(&result.samples, runtime, *startup)])),
     }
 }
 
 /// Returns the properties of the results that a reader of a verdict must know.
 pub fn remarks(results: &Results) -> Vec<String> {
     let mut remarks: Vec<String> = Vec::new();
-    for of in &results.workloads {
-        let name = &of.name;
+    for result in &results.workloads {
+        let name = &result.name;
         let more =
-            of.report.notes.iter().filter(|note| note.starts_with("quick") || note.contains("emulated"));
+            result.report.notes.iter().filter(|note| note.starts_with("quick") || note.contains("emulated"));
         remarks.extend(more.map(|note| format!("{name}: {note}")));
-        remarks.extend(of.report.partial_reason.iter().map(|why| format!("{name} is partial: {why}")));
+        remarks.extend(result.report.partial_reason.iter().map(|why| format!("{name} is partial: {why}")));
     }
-    for of in &results.startups {
-        let failed = of.report.series.iter().filter(|series| series.summary.failures > 0);
+    for result in &results.startups {
+        let failed = result.report.series.iter().filter(|series| series.summary.failures > 0);
         remarks.extend(failed.map(|series| {
             let (failures, n) = (series.summary.failures, series.summary.n);
             format!(
                 "{}: {failures} of {n} starts of {} failed, and are in no figure",
-                of.name, series.runtime
+                result.name, series.runtime
             )
         }));
     }

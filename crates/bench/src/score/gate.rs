@@ -54,7 +54,7 @@ pub struct Judged {
 
 impl Verdict {
     /// Returns the verdict on a ratio.
-    pub fn of(ratio: &Ratio, better: Better, tolerance_percent: f64) -> Self {
+    pub fn judge(ratio: &Ratio, better: Better, tolerance_percent: f64) -> Self {
         let (low, high) = (1.0 - tolerance_percent / 100.0, 1.0 + tolerance_percent / 100.0);
         let (above, below) = match better {
             Better::Higher => (Verdict::Better, Verdict::Fail),
@@ -82,7 +82,7 @@ impl Verdict {
             _ if own > 0 => Verdict::Fail,
             None => Verdict::NotMeasured,
             Some(_) if of_baseline > 0 => Verdict::NotMeasured,
-            Some(ratio) => Verdict::of(ratio, better, tolerance_percent),
+            Some(ratio) => Verdict::judge(ratio, better, tolerance_percent),
         }
     }
 
@@ -107,14 +107,14 @@ impl Verdict {
 
 /// Judges every metric of every runtime except the baseline.
 pub fn judge(gate: &Gate, results: &Results) -> Vec<Judged> {
-    let of_workloads = results.workloads.iter().flat_map(|of| of_workload(gate, of));
-    let of_startups = results.startups.iter().flat_map(|of| of_startup(gate, of));
+    let of_workloads = results.workloads.iter().flat_map(|result| of_workload(gate, result));
+    let of_startups = results.startups.iter().flat_map(|result| of_startup(gate, result));
     of_workloads.chain(of_startups).collect()
 }
 
-fn of_workload(gate: &Gate, of: &Workload) -> Vec<Judged> {
-    let compared = summary::comparisons(&of.report.series, &gate.baseline, &of.runs);
-    let others = of.report.series.iter().filter(|series| series.runtime != gate.baseline);
+fn of_workload(gate: &Gate, result: &Workload) -> Vec<Judged> {
+    let compared = summary::comparisons(&result.report.series, &gate.baseline, &result.runs);
+    let others = result.report.series.iter().filter(|series| series.runtime != gate.baseline);
     others
         .map(|series| {
             let ratio = compared.iter().find(|found| found.is_of(series)).map(|found| found.ratio);
@@ -123,9 +123,9 @@ fn of_workload(gate: &Gate, of: &Workload) -> Vec<Judged> {
                     && (&other.probe, &other.case, &other.metric.name)
                         == (&series.probe, &series.case, &series.metric.name)
             };
-            let of_baseline = of.report.series.iter().find(same).map_or(0, |other| other.failures);
+            let of_baseline = result.report.series.iter().find(same).map_or(0, |other| other.failures);
             let failures = [series.failures, of_baseline];
-            let is_emulated = of.report.manifest.is_emulated(&series.runtime);
+            let is_emulated = result.report.manifest.is_emulated(&series.runtime);
             let verdict = Verdict::on(
                 is_emulated,
                 failures,
@@ -134,7 +134,7 @@ fn of_workload(gate: &Gate, of: &Workload) -> Vec<Judged> {
                 gate.tolerance_percent,
             );
             Judged {
-                result: of.name.clone(),
+                result: result.name.clone(),
                 what: format!("{} {}", series.probe, series.case).trim_end().to_owned(),
                 metric: series.metric.name.clone(),
                 runtime: series.runtime.clone(),
@@ -146,29 +146,30 @@ fn of_workload(gate: &Gate, of: &Workload) -> Vec<Judged> {
         .collect()
 }
 
-fn of_startup(gate: &Gate, of: &Startup) -> Vec<Judged> {
-    let others = of.report.series.iter().filter(|series| series.runtime != gate.baseline);
+fn of_startup(gate: &Gate, result: &Startup) -> Vec<Judged> {
+    let others = result.report.series.iter().filter(|series| series.runtime != gate.baseline);
     others
         .map(|series| {
             let ratio = match series.mode {
                 Mode::Parallel => {
                     let [a, b] =
-                        [&series.runtime, &gate.baseline].map(|name| times_by_group(&of.samples, name));
+                        [&series.runtime, &gate.baseline].map(|name| times_by_group(&result.samples, name));
                     Ratio::of_groups(&a, &b)
                 }
                 Mode::Serial | Mode::Sustained => {
-                    let values = |runtime: &str| times(&of.samples, runtime, series.mode);
+                    let values = |runtime: &str| times(&result.samples, runtime, series.mode);
                     Ratio::of_few(&values(&series.runtime), &values(&gate.baseline))
                 }
             };
             let same = |other: &&Series| other.runtime == gate.baseline && other.mode == series.mode;
-            let of_baseline = of.report.series.iter().find(same).map_or(0, |other| other.summary.failures);
+            let of_baseline =
+                result.report.series.iter().find(same).map_or(0, |other| other.summary.failures);
             let failures = [series.summary.failures, of_baseline];
-            let is_emulated = of.report.manifest.is_emulated(&series.runtime);
+            let is_emulated = result.report.manifest.is_emulated(&series.runtime);
             let verdict =
                 Verdict::on(is_emulated, failures, ratio.as_ref(), Better::Lower, gate.tolerance_percent);
             Judged {
-                result: of.name.clone(),
+                result: result.name.clone(),
                 what: format!("start-up {}", series.mode),
                 metric: "first_byte_ms".into(),
                 runtime: series.runtime.clone(),
@@ -188,9 +189,9 @@ mod tests {
     use sandboxer_probe::report::Report;
     use sandboxer_probe::sample::{Outcome, Sample};
 
-    fn of(low: f64, high: f64, better: Better) -> Verdict {
+    fn verdict(low: f64, high: f64, better: Better) -> Verdict {
         let interval = Some(Interval { ci_low: low, ci_high: high });
-        Verdict::of(&Ratio { p50: (low + high) / 2.0, interval }, better, 5.0)
+        Verdict::judge(&Ratio { p50: (low + high) / 2.0, interval }, better, 5.0)
     }
 
     /// Returns the verdict on a runtime that is twice as fast as the baseline, in this many groups of ten pods.
@@ -198,7 +199,7 @@ mod tests {
         let start = |runtime: &str, round: u32, index: u32, ms: f64| Sample {
             round,
             index,
-            ..Sample::of(runtime, mode, ms + f64::from(round) + f64::from(index) / 10.0)
+            ..Sample::new(runtime, mode, ms + f64::from(round) + f64::from(index) / 10.0)
         };
         let mut samples = Vec::new();
         for (runtime, ms, failed) in [("fast", 100.0, failures[0]), ("slow", 200.0, failures[1])] {
@@ -240,14 +241,14 @@ mod tests {
     #[test]
     fn an_interval_within_passes_one_outside_fails_and_one_across_is_undecided() {
         for better in [Better::Higher, Better::Lower] {
-            assert_eq!(of(0.96, 1.04, better), Verdict::Pass);
-            assert_eq!(of(0.94, 1.04, better), Verdict::Undecided);
-            assert_eq!(of(0.90, 1.10, better), Verdict::Undecided);
+            assert_eq!(verdict(0.96, 1.04, better), Verdict::Pass);
+            assert_eq!(verdict(0.94, 1.04, better), Verdict::Undecided);
+            assert_eq!(verdict(0.90, 1.10, better), Verdict::Undecided);
         }
-        assert_eq!(of(1.4, 2.0, Better::Lower), Verdict::Fail);
-        assert_eq!(of(1.4, 2.0, Better::Higher), Verdict::Better);
-        assert_eq!(of(0.5, 0.8, Better::Higher), Verdict::Fail);
-        assert_eq!(of(0.5, 0.8, Better::Lower), Verdict::Better);
+        assert_eq!(verdict(1.4, 2.0, Better::Lower), Verdict::Fail);
+        assert_eq!(verdict(1.4, 2.0, Better::Higher), Verdict::Better);
+        assert_eq!(verdict(0.5, 0.8, Better::Higher), Verdict::Fail);
+        assert_eq!(verdict(0.5, 0.8, Better::Lower), Verdict::Better);
     }
 
     #[test]

@@ -67,13 +67,14 @@ pub struct Sum {
     /// Number of measured features.
     pub measured: usize,
     /// Number of all features.
-    pub of: usize,
+    #[serde(rename = "of")]
+    pub features: usize,
     /// Highest possible sum for the measured features.
     pub attainable: u32,
 }
 
 impl Cell {
-    fn of(feature: &Feature, baseline: Option<&Figure>, candidate: Option<&Figure>) -> Self {
+    fn compare(feature: &Feature, baseline: Option<&Figure>, candidate: Option<&Figure>) -> Self {
         let both = baseline.zip(candidate).filter(|(baseline, _)| baseline.mean > 0.0);
         let percent = both.map(|(baseline, candidate)| 100.0 * candidate.mean / baseline.mean);
         let medians = both.and_then(|(baseline, candidate)| Some((baseline.median?, candidate.median?)));
@@ -116,14 +117,14 @@ pub fn grade(levels: &Levels, baseline: &System, candidates: &[System]) -> Score
             .features
             .iter()
             .map(|feature| {
-                let of = |system: &'_ System| system.figures.get(&feature.name).cloned();
-                Cell::of(feature, of(baseline).as_ref(), of(system).as_ref())
+                let figure_of = |system: &'_ System| system.figures.get(&feature.name).cloned();
+                Cell::compare(feature, figure_of(baseline).as_ref(), figure_of(system).as_ref())
             })
             .collect();
         let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
         for (cell, feature) in cells.iter().zip(&levels.features) {
             let sum = sums.entry(cell.level.clone()).or_default();
-            sum.of += 1;
+            sum.features += 1;
             if let Some(score) = cell.score {
                 sum.measured += 1;
                 sum.score += u32::from(score);
@@ -172,7 +173,7 @@ mod tests {
         assert_eq!((cell.score, cell.by_median), (Some(1), Some(2)));
         assert!(cell.changes());
         let sum = scores.systems[0].sums["low"];
-        assert_eq!((sum.score, sum.by_median, sum.measured, sum.of, sum.attainable), (1, 2, 1, 7, 4));
+        assert_eq!((sum.score, sum.by_median, sum.measured, sum.features, sum.attainable), (1, 2, 1, 7, 4));
     }
 
     #[test]
@@ -180,6 +181,6 @@ mod tests {
         let scores = grade(&desmet(), &boot("metal", &[50.0]), &[System::default()]);
         assert!(scores.systems[0].cells.iter().all(|cell| cell.score.is_none() && cell.percent.is_none()));
         let sum = scores.systems[0].sums["high"];
-        assert_eq!((sum.score, sum.measured, sum.of, sum.attainable), (0, 0, 5, 0));
+        assert_eq!((sum.score, sum.measured, sum.features, sum.attainable), (0, 0, 5, 0));
     }
 }

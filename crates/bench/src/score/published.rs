@@ -92,7 +92,7 @@ mod tests {
         let Some(Sheet::Levels(levels)) = Sheet::built_in("desmet") else { panic!("no levels") };
         for feature in thesis().features {
             let Some(row) = feature.like else { continue };
-            let scored = levels.features.iter().find(|of| of.name == feature.name).unwrap();
+            let scored = levels.features.iter().find(|scored| scored.name == feature.name).unwrap();
             let from = From::Workload { probe: row.probe, cases: row.cases, metric: row.metric };
             assert_eq!(scored.from, Some(from), "{}", feature.name);
         }
@@ -102,14 +102,22 @@ mod tests {
     fn forty_of_forty_three_cells_follow_from_the_means() {
         let check = checked();
         assert_eq!((check.cells, check.contradictions.len()), (43, 3));
-        let told: Vec<(&str, &str, u8, u8)> = check
+        let contradictions: Vec<(&str, &str, u8, u8)> = check
             .contradictions
             .iter()
-            .map(|of| (&*of.system, &*of.feature, of.published, of.by_rule))
+            .map(|contradiction| {
+                (
+                    &*contradiction.system,
+                    &*contradiction.feature,
+                    contradiction.published,
+                    contradiction.by_rule,
+                )
+            })
             .collect();
         let expected = [("Firecracker", "jitter", 3, 2), ("KVM", "db-read", 1, 2), ("KVM", "db-write", 2, 3)];
-        assert_eq!(told, expected);
-        let percents: Vec<f64> = check.contradictions.iter().map(|of| of.percent.round()).collect();
+        assert_eq!(contradictions, expected);
+        let percents: Vec<f64> =
+            check.contradictions.iter().map(|contradiction| contradiction.percent.round()).collect();
         assert_eq!(percents, [127.0, 75.0, 84.0]);
     }
 

@@ -248,17 +248,19 @@ mod tests {
 
     #[test]
     fn rules_without_meaning_are_refused_by_name() {
-        let of = |name: &str, from: &str, to: &str| {
+        let error_of = |name: &str, from: &str, to: &str| {
             let text = BUILT_IN.iter().find(|(known, _)| *known == name).unwrap().1.replacen(from, to, 1);
             Sheet::parse(&text).unwrap_err().to_string()
         };
         assert!(
-            of("gate", "tolerance_percent = 5", "tolerance_percent = 0").contains("tolerance_percent is 0")
+            error_of("gate", "tolerance_percent = 5", "tolerance_percent = 0")
+                .contains("tolerance_percent is 0")
         );
-        assert!(of("sla", "[10, 25, 50, 75, 100]", "[]").contains("positive bounds"));
+        assert!(error_of("sla", "[10, 25, 50, 75, 100]", "[]").contains("positive bounds"));
         assert!(
-            of("desmet", "[40, 30, 20, 10]", "[10, 20, 30, 40]").contains("boot: thresholds must become")
+            error_of("desmet", "[40, 30, 20, 10]", "[10, 20, 30, 40]")
+                .contains("boot: thresholds must become")
         );
-        assert!(of("desmet", "operator", "operater").contains("not a sheet"));
+        assert!(error_of("desmet", "operator", "operater").contains("not a sheet"));
     }
 }

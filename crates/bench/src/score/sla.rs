@@ -36,17 +36,17 @@ struct Rung {
 
 /// Scores every runtime of every result.
 pub fn score(sla: &Sla, results: &Results) -> Vec<Score> {
-    results.workloads.iter().flat_map(|of| of_result(sla, of)).collect()
+    results.workloads.iter().flat_map(|result| of_result(sla, result)).collect()
 }
 
-fn of_result(sla: &Sla, of: &Loaded) -> Vec<Score> {
-    let mut runtimes: Vec<&String> = of.report.series.iter().map(|series| &series.runtime).collect();
+fn of_result(sla: &Sla, result: &Loaded) -> Vec<Score> {
+    let mut runtimes: Vec<&String> = result.report.series.iter().map(|series| &series.runtime).collect();
     runtimes.dedup();
     let mut scores: Vec<Score> = Vec::new();
     for runtime in runtimes {
         if scores.iter().all(|score| score.runtime != *runtime) {
-            let ladder = ladder(sla, of, runtime);
-            scores.push(scored(sla, &of.name, runtime, &ladder));
+            let ladder = ladder(sla, result, runtime);
+            scores.push(scored(sla, &result.name, runtime, &ladder));
         }
     }
     let baseline = scores.iter().find(|score| score.runtime == sla.baseline).and_then(|score| score.score);
@@ -57,19 +57,20 @@ fn of_result(sla: &Sla, of: &Loaded) -> Vec<Score> {
 }
 
 /// Returns the rungs in ascending order, up to the first without figures: a failure ends the ladder.
-fn ladder(sla: &Sla, of: &Loaded, runtime: &str) -> Vec<Rung> {
-    let probe = of.report.probes.iter().find(|probe| probe.name == sla.probe);
-    let cases = probe.into_iter().flat_map(|probe| probe.cases(of.report.profile));
+fn ladder(sla: &Sla, result: &Loaded, runtime: &str) -> Vec<Rung> {
+    let probe = result.report.probes.iter().find(|probe| probe.name == sla.probe);
+    let cases = probe.into_iter().flat_map(|probe| probe.cases(result.report.profile));
     let mut rates: Vec<(f64, &str)> =
         cases.filter_map(|case| Some((case.values.get(&sla.rate)?.parse().ok()?, &*case.name))).collect();
     rates.sort_by(|a, b| a.0.total_cmp(&b.0));
     // A single failed run leaves the rung without a figure: it may have failed because the rate was too high.
     let measured = |case: &str, metric: &str| {
-        let counted = |run: &&Run| {
+        let is_counted = |run: &&Run| {
             let counts = !run.warm_up && run.outcome != Outcome::Interrupted;
             counts && run.probe == sla.probe && run.case == case && run.runtime == runtime
         };
-        let values: Option<Vec<f64>> = of.runs.iter().filter(counted).map(|run| run.figure(metric)).collect();
+        let values: Option<Vec<f64>> =
+            result.runs.iter().filter(is_counted).map(|run| run.figure(metric)).collect();
         median(&values?)
     };
     rates
@@ -85,8 +86,8 @@ fn scored(sla: &Sla, result: &str, runtime: &str, ladder: &[Rung]) -> Score {
     let keeps = |rung: &&Rung, bound: f64| {
         rung.latency_ms <= bound && rung.done >= rung.rate * sla.done_percent / 100.0
     };
-    let kept = |bound: &f64| ladder.iter().take_while(|rung| keeps(rung, *bound)).count();
-    let counts: Vec<usize> = sla.bounds_ms.iter().map(kept).collect();
+    let rungs_within = |bound: &f64| ladder.iter().take_while(|rung| keeps(rung, *bound)).count();
+    let counts: Vec<usize> = sla.bounds_ms.iter().map(rungs_within).collect();
     let rates: Vec<Option<f64>> =
         counts.iter().map(|count| count.checked_sub(1).map(|at| ladder[at].rate)).collect();
     let all: Option<Vec<f64>> = rates.iter().copied().collect();
@@ -131,11 +132,12 @@ mod tests {
 
     #[test]
     fn a_rung_with_a_failed_run_is_not_held_by_the_others() {
-        let mut of = made_up::result(Profile::Quick);
-        of.report.probes = definition::all().into_iter().filter(|probe| probe.name == sla().probe).collect();
-        let cases: Vec<_> = of.report.probes[0].cases(of.report.profile).cloned().collect();
-        let run = of.runs[0].clone();
-        of.runs = cases
+        let mut result = made_up::result(Profile::Quick);
+        result.report.probes =
+            definition::all().into_iter().filter(|probe| probe.name == sla().probe).collect();
+        let cases: Vec<_> = result.report.probes[0].cases(result.report.profile).cloned().collect();
+        let run = result.runs[0].clone();
+        result.runs = cases
             .iter()
             .flat_map(|case| (0..3).map(move |round| (case, round)))
             .map(|(case, round)| {
@@ -151,13 +153,13 @@ mod tests {
                 }
             })
             .collect();
-        assert_eq!(ladder(&sla(), &of, "runc").len(), cases.len());
+        assert_eq!(ladder(&sla(), &result, "runc").len(), cases.len());
         // Two of the three runs at the second rate fail: they exceed their time, and have no latency.
-        let second = ladder(&sla(), &of, "runc")[1].rate;
-        for run in of.runs.iter_mut().filter(|run| run.figures[&sla().done] == second).take(2) {
+        let second = ladder(&sla(), &result, "runc")[1].rate;
+        for run in result.runs.iter_mut().filter(|run| run.figures[&sla().done] == second).take(2) {
             (run.outcome, run.figures) = (Outcome::Failed, Default::default());
         }
-        assert_eq!(ladder(&sla(), &of, "runc").len(), 1);
+        assert_eq!(ladder(&sla(), &result, "runc").len(), 1);
     }
 
     #[test]

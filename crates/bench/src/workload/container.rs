@@ -57,27 +57,27 @@ pub enum ContainerError {
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
     /// The timeout expired.
-    #[error("{step} did not finish within {limit:?}; its last output: {said}")]
+    #[error("{step} did not finish within {limit:?}; its last output: {last_output}")]
     Timeout {
         /// Name of the step.
         step: &'static str,
         /// The timeout that expired.
         limit: Duration,
         /// Last output of the tool.
-        said: String,
+        last_output: String,
     },
     /// The measurement was interrupted.
     #[error("interrupted")]
     Interrupted,
     /// The tool failed.
-    #[error("the tool ended with exit code {code}{reason}; its last output: {said}")]
+    #[error("the tool ended with exit code {code}{reason}; its last output: {last_output}")]
     Exit {
         /// Exit code of the tool.
         code: i32,
         /// The runtime's reason in parentheses, or empty.
         reason: String,
         /// Last output of the tool.
-        said: String,
+        last_output: String,
     },
     /// The container's log cannot be read.
     #[error("cannot read its log: {0}")]
@@ -168,7 +168,7 @@ impl Starter {
         let Started::Pod { pod, container, .. } = started else { return None };
         // Without the pod's process id, the other ties are used.
         let state = self.runtime.pod(pod, true).await.ok();
-        let pid = state.and_then(|state| ledger::told_pid(state.info.get("info")?));
+        let pid = state.and_then(|state| ledger::pid_in_info(state.info.get("info")?));
         Some(PodIds { pod: pod.clone(), containers: vec![container.clone()], pid })
     }
 
@@ -225,7 +225,7 @@ impl Starter {
             biased;
             () = self.cancel.cancelled() => Err(ContainerError::Interrupted),
             started = tokio::time::timeout(limit, attempt) => started.unwrap_or_else(|_| {
-                Err(ContainerError::Timeout { step, limit, said: "nothing yet".into() })
+                Err(ContainerError::Timeout { step, limit, last_output: "nothing yet".into() })
             }),
         }
     }
@@ -284,8 +284,11 @@ impl Starter {
             // The timeout also covers a hung runtime.
             let left = end.saturating_duration_since(Instant::now());
             let look = tokio::time::timeout(left.max(LOOK), self.end_of(started));
-            let late =
-                || ContainerError::Timeout { step: "tool", limit, said: self.printed(started).last_words() };
+            let late = || ContainerError::Timeout {
+                step: "tool",
+                limit,
+                last_output: self.printed(started).last_words(),
+            };
             if let Some((code, reason)) = look.await.map_err(|_| late())?? {
                 return Self::ended(started, code, &reason);
             }
@@ -317,7 +320,7 @@ impl Starter {
         }
         let reason =
             if reason.is_empty() || reason == "Error" { String::new() } else { format!(" ({reason})") };
-        Err(ContainerError::Exit { code, reason, said: printed.last_words() })
+        Err(ContainerError::Exit { code, reason, last_output: printed.last_words() })
     }
 
     /// Returns a container's output so far; empty output if its log does not exist.
@@ -335,8 +338,8 @@ impl Starter {
                 () = tokio::time::sleep(LOOK) => {}
             }
             if begun.elapsed() >= limit {
-                let said = self.printed(started).last_words();
-                return Err(ContainerError::Timeout { step: "server", limit, said });
+                let last_output = self.printed(started).last_words();
+                return Err(ContainerError::Timeout { step: "server", limit, last_output });
             }
         }
         self.address(started).await

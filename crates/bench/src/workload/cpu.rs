@@ -24,18 +24,18 @@ struct Ticks {
 }
 
 impl Ticks {
-    fn of(stat: &Stat) -> Self {
-        let waited =
+    fn from_stat(stat: &Stat) -> Self {
+        let ticks_or_0 =
             |ticks: Option<i64>| ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or_default();
         let child = |ticks: i64| u64::try_from(ticks).unwrap_or_default();
         Self {
             own: [stat.utime, stat.stime, stat.guest_time.unwrap_or_default()],
-            children: [child(stat.cutime), child(stat.cstime), waited(stat.cguest_time)],
+            children: [child(stat.cutime), child(stat.cstime), ticks_or_0(stat.cguest_time)],
         }
     }
 
     fn since(self, before: Self) -> Self {
-        let less = |a: [u64; 3], b: [u64; 3]| [0, 1, 2].map(|of| a[of].saturating_sub(b[of]));
+        let less = |a: [u64; 3], b: [u64; 3]| [0, 1, 2].map(|at| a[at].saturating_sub(b[at]));
         Self { own: less(self.own, before.own), children: less(self.children, before.children) }
     }
 }
@@ -61,7 +61,7 @@ impl Reading {
         let all = procfs::process::all_processes().into_iter().flatten().flatten();
         let processes = all
             .filter_map(|process| process.stat().ok())
-            .map(|stat| (stat.pid, (stat.starttime, Ticks::of(&stat))))
+            .map(|stat| (stat.pid, (stat.starttime, Ticks::from_stat(&stat))))
             .collect();
         Self { at: Instant::now(), host: KernelStats::current().ok().map(|stats| stats.total), processes }
     }
@@ -69,7 +69,7 @@ impl Reading {
     /// Returns the ticks of each process since `before`; all its ticks if it began later.
     fn since(&self, before: &Self) -> BTreeMap<i32, Ticks> {
         let spent = |(pid, (started, ticks)): (&i32, &(u64, Ticks))| {
-            let same = before.processes.get(pid).filter(|(of, _)| of == started);
+            let same = before.processes.get(pid).filter(|(known, _)| known == started);
             (*pid, ticks.since(same.map(|(_, ticks)| *ticks).unwrap_or_default()))
         };
         self.processes.iter().map(spent).collect()
@@ -136,15 +136,16 @@ fn split(
 
 /// Returns the part that a process belongs to; `None` if it belongs to the rest.
 fn part(found: &Found, pods: &Pods) -> Option<Part> {
-    let is = |of: &Option<PodIds>| of.as_ref().is_some_and(|of| found.pod.as_ref() == Some(&of.pod));
-    if is(&pods.client) {
+    let belongs_to =
+        |pod: &Option<PodIds>| pod.as_ref().is_some_and(|pod| found.pod.as_ref() == Some(&pod.pod));
+    if belongs_to(&pods.client) {
         return Some(Part::Client);
     }
     match found.role {
         // A process of no pod may also serve other pods meanwhile.
         Role::Daemon => Some(Part::Daemon),
         Role::Pool => Some(Part::Pool),
-        _ if !is(&pods.tested) => None,
+        _ if !belongs_to(&pods.tested) => None,
         Role::Vmm | Role::GuestMemory | Role::Template => Some(Part::Vmm),
         Role::Shim => Some(Part::Shim),
         Role::Pause => Some(Part::Pause),
@@ -154,8 +155,8 @@ fn part(found: &Found, pods: &Pods) -> Option<Part> {
     }
 }
 
-fn descendants(table: &Table, of: i32) -> BTreeSet<i32> {
-    let mut found = BTreeSet::from([of]);
+fn descendants(table: &Table, parent: i32) -> BTreeSet<i32> {
+    let mut found = BTreeSet::from([parent]);
     loop {
         let more: Vec<i32> = table
             .values()
@@ -163,7 +164,7 @@ fn descendants(table: &Table, of: i32) -> BTreeSet<i32> {
             .map(|process| process.pid)
             .collect();
         if more.is_empty() {
-            found.remove(&of);
+            found.remove(&parent);
             return found;
         }
         found.extend(more);
@@ -172,7 +173,7 @@ fn descendants(table: &Table, of: i32) -> BTreeSet<i32> {
 
 /// Returns the host's time without the parts' time. Ticks are coarse, so the result is at least 0.
 fn rest(host: &CpuUse, parts: &BTreeMap<Part, Time>) -> Time {
-    let sum = |of: fn(&Time) -> f64| parts.values().map(of).sum::<f64>();
+    let sum = |kind: fn(&Time) -> f64| parts.values().map(kind).sum::<f64>();
     Time {
         user_s: (host.user_s - sum(|time| time.user_s)).max(0.0),
         system_s: (host.system_s + host.softirq_s - sum(|time| time.system_s)).max(0.0),
@@ -273,8 +274,8 @@ mod tests {
     #[test]
     fn guest_time_is_not_user_time_and_a_new_process_counts_whole() {
         let hertz = procfs::ticks_per_second();
-        let of = time([3 * hertz, hertz, 2 * hertz]);
-        assert_eq!((of.user_s, of.system_s, of.guest_s, of.total_s()), (1.0, 1.0, 2.0, 4.0));
+        let used = time([3 * hertz, hertz, 2 * hertz]);
+        assert_eq!((used.user_s, used.system_s, used.guest_s, used.total_s()), (1.0, 1.0, 2.0, 4.0));
         let reading = |processes: &[(i32, u64, u64)]| Reading {
             at: Instant::now(),
             host: None,
@@ -298,7 +299,8 @@ mod tests {
         };
         let begun = spun();
         while spun() - begun < 150 {}
-        let of = since(&before, &Pods { tested: pod("no-such-pod-4711"), ..Pods::default() }, None).unwrap();
-        assert!(of.parts[&Part::Probe].total_s() >= 0.1, "{of:?}");
+        let used =
+            since(&before, &Pods { tested: pod("no-such-pod-4711"), ..Pods::default() }, None).unwrap();
+        assert!(used.parts[&Part::Probe].total_s() >= 0.1, "{used:?}");
     }
 }

@@ -50,8 +50,9 @@ impl Look {
 /// Returns the difference of two readings.
 pub fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
     let hertz = procfs::ticks_per_second() as f64;
-    let seconds = |of: fn(&CpuTime) -> u64| of(after).saturating_sub(of(before)) as f64 / hertz;
-    let maybe = |of: fn(&CpuTime) -> Option<u64>| Some(of(after)?.saturating_sub(of(before)?) as f64 / hertz);
+    let seconds = |time: fn(&CpuTime) -> u64| time(after).saturating_sub(time(before)) as f64 / hertz;
+    let maybe =
+        |time: fn(&CpuTime) -> Option<u64>| Some(time(after)?.saturating_sub(time(before)?) as f64 / hertz);
     let guest = maybe(|time| Some(time.guest? + time.guest_nice.unwrap_or_default()));
     CpuUse {
         // The kernel includes guest time in user time.

@@ -33,7 +33,7 @@ pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Run>), MergeError> {
 /// Returns the first difference that shows two results not to be parts of one measurement.
 fn difference(a: &Loaded, b: &Loaded) -> Option<String> {
     let (of_a, of_b) = (&a.report, &b.report);
-    if let Some(why) = [of_a, of_b].iter().find_map(|of| of.partial_reason.as_deref()) {
+    if let Some(why) = [of_a, of_b].iter().find_map(|part| part.partial_reason.as_deref()) {
         return Some(format!("one of them is partial: {why}"));
     }
     let same = [
@@ -53,7 +53,9 @@ fn difference(a: &Loaded, b: &Loaded) -> Option<String> {
     other.extend(facts("plan", &["cpus", "memory_bytes"], &a.plan, &b.plan));
     other.extend(facts("host", &SAME_HOST, &a.host, &b.host));
     other.extend(facts("VMM", &SAME_VMM, &a.vmm, &b.vmm));
-    other.first().map(|of| format!("{}: {} and {}", of.what, of.values[0], of.values[1]))
+    other.first().map(|difference| {
+        format!("{}: {} and {}", difference.what, difference.values[0], difference.values[1])
+    })
 }
 
 /// Returns all runs, with rounds that continue those of earlier parts.
@@ -75,10 +77,10 @@ fn renumbered(parts: &[Loaded]) -> Vec<Run> {
 fn given_notes(parts: &[Loaded]) -> Vec<String> {
     let mut notes: Vec<String> = Vec::new();
     for part in parts {
-        let mut counted = part.report.clone();
-        counted.notes.clear();
-        counted.evaluate(&part.runtimes(), &part.runs);
-        let given = part.report.notes.iter().filter(|note| !counted.notes.contains(note));
+        let mut evaluated = part.report.clone();
+        evaluated.notes.clear();
+        evaluated.evaluate(&part.runtimes(), &part.runs);
+        let given = part.report.notes.iter().filter(|note| !evaluated.notes.contains(note));
         for note in given {
             if !notes.contains(note) {
                 notes.push(note.clone());
@@ -105,7 +107,7 @@ mod tests {
         let (report, runs) = join(&[a.clone(), b]).unwrap();
         assert_eq!((report.repeat, runs.len()), (10, 2 * a.runs.len()));
         assert_eq!(runs.iter().map(|run| run.round).max(), Some(9));
-        let native = report.series.iter().find(|of| of.runtime == "native").unwrap();
+        let native = report.series.iter().find(|series| series.runtime == "native").unwrap();
         assert_eq!((native.n, native.min, native.max), (10, Some(100.0), Some(300.0)));
         let again = |text: &str| report.notes.iter().filter(|note| note.contains(text)).count();
         assert_eq!(

@@ -35,7 +35,7 @@ pub struct Native {
 
 impl Native {
     /// Returns the environment of tools in the unpacked image `root`.
-    pub fn of(root: PathBuf, address: Option<String>) -> Self {
+    pub fn new(root: PathBuf, address: Option<String>) -> Self {
         Self { root, build_root: None, address, groups: PathBuf::from("/sys/fs/cgroup") }
     }
 
@@ -110,9 +110,9 @@ fn watch(pid: u32) -> Arc<OnceLock<Instant>> {
     let (into, pid) = (ended.clone(), i32::try_from(pid).ok().and_then(Pid::from_raw));
     std::thread::spawn(move || {
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
-        let waited = pid.map(|pid| waitid(WaitId::Pid(pid), options));
+        let exited = pid.map(|pid| waitid(WaitId::Pid(pid), options));
         // If another thread has already reaped the child, it has ended, too.
-        if waited.is_some() {
+        if exited.is_some() {
             let _ = into.set(Instant::now());
         }
     });

@@ -127,7 +127,7 @@ impl Plan {
 
     /// Returns the variants, in the order in which they run.
     pub fn steps(&self) -> Vec<Step> {
-        let of = |probe: &Probe| {
+        let steps_of = |probe: &Probe| {
             let parameters = probe.parameters(self.profile);
             let cases = probe.cases(self.profile).map(|case| {
                 let mut values = parameters.values.clone();
@@ -141,7 +141,7 @@ impl Plan {
             });
             cases.collect::<Vec<_>>()
         };
-        self.probes.iter().flat_map(of).collect()
+        self.probes.iter().flat_map(steps_of).collect()
     }
 
     /// Returns the variants of a warm-up round: the first of each probe.
@@ -153,15 +153,17 @@ impl Plan {
 
     /// Returns the number of measured containers.
     pub fn runs(&self) -> u64 {
-        let of = |rounds: u32, steps: Vec<Step>| u64::from(rounds) * steps.len() as u64;
-        (of(self.warm_up, self.warm_up_steps()) + of(self.repeat, self.steps())) * self.runtimes.len() as u64
+        let runs_in = |rounds: u32, steps: Vec<Step>| u64::from(rounds) * steps.len() as u64;
+        (runs_in(self.warm_up, self.warm_up_steps()) + runs_in(self.repeat, self.steps()))
+            * self.runtimes.len() as u64
     }
 
     /// Returns the total running time of the tools, without starting and removing pods.
     pub fn takes(&self) -> Duration {
-        let of =
+        let time_of =
             |rounds: u32, steps: Vec<Step>| steps.iter().map(|step| step.takes).sum::<Duration>() * rounds;
-        (of(self.warm_up, self.warm_up_steps()) + of(self.repeat, self.steps())) * self.runtimes.len() as u32
+        (time_of(self.warm_up, self.warm_up_steps()) + time_of(self.repeat, self.steps()))
+            * self.runtimes.len() as u32
     }
 }
 
@@ -345,7 +347,7 @@ mod tests {
     fn a_durable_row_writes_past_the_cache_and_waits_for_the_disk() {
         for step in plan(Profile::Quick).steps().iter().filter(|step| step.case.ends_with("-durable")) {
             let words = step.commands(1, "", "/dev/x").unwrap().tool;
-            assert!(["--direct=1", "--fsync=1"].iter().all(|word| words.iter().any(|is| is == word)));
+            assert!(["--direct=1", "--fsync=1"].iter().all(|word| words.iter().any(|known| known == word)));
         }
     }
 

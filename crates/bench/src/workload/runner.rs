@@ -429,9 +429,12 @@ fn add_volume(spec: &mut Spec<'_>, attempt: &Attempt) -> Result<(), Failure> {
 
 fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {
     let all = output::parse(step.probe.output, &printed.stdout).map_err(|error| {
-        let said =
+        let last_line =
             if matches!(error, OutputError::Failed { .. }) { String::new() } else { printed.last_words() };
-        Failure::at("output", format!("{error}; its last line: {said}").trim_end_matches("; its last line: "))
+        Failure::at(
+            "output",
+            format!("{error}; its last line: {last_line}").trim_end_matches("; its last line: "),
+        )
     })?;
     let missing = step.probe.metrics.iter().find(|metric| !all.contains_key(&metric.name));
     match missing {

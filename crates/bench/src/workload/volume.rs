@@ -72,8 +72,8 @@ impl Volume {
                 // A new file system for each run is as empty as a new directory.
                 let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&path).output()?;
                 if !made.status.success() {
-                    let said = String::from_utf8_lossy(&made.stderr).trim().to_owned();
-                    return Err(io::Error::other(format!("mkfs.ext4 failed ({}): {said}", made.status)));
+                    let stderr = String::from_utf8_lossy(&made.stderr).trim().to_owned();
+                    return Err(io::Error::other(format!("mkfs.ext4 failed ({}): {stderr}", made.status)));
                 }
                 Ok(Disk { serial: "data", path, direct: false, read_only: false })
             }

@@ -22,15 +22,15 @@ fn summarise_is_the_same_in_words_and_in_json() {
     let a = dir.path().join("a.txt");
     let text = bench(&format!("summarise {}", a.display())).ok();
     assert!(text.contains("n 5  failures 1") && text.contains("p50         102 ms"), "{text}");
-    let told: Value =
+    let result: Value =
         serde_json::from_str(&bench(&format!("summarise --json {}", a.display())).ok()).unwrap();
-    let sd = told["sd_ms"].as_f64().unwrap();
+    let sd = result["sd_ms"].as_f64().unwrap();
     assert!((sd - (56.0f64 / 3.0).sqrt()).abs() < 1e-9, "{sd}");
     let expected = json!({
         "n": 5, "failures": 1, "min_ms": 100.0, "p50_ms": 102.0, "p90_ms": 110.0, "p95_ms": 110.0,
         "p99_ms": 110.0, "max_ms": 110.0, "mean_ms": 104.0, "sd_ms": sd
     });
-    assert_eq!(told, expected);
+    assert_eq!(result, expected);
     let bad = dir.path().join("bad.txt");
     fs::write(&bad, "100\nsoon\n").unwrap();
     let why = bench(&format!("summarise {}", bad.display())).failed(1);
@@ -68,9 +68,9 @@ fn published_scores_follow_from_their_means_but_for_three() {
     ] {
         assert!(text.contains(line), "{text}");
     }
-    let told: Value = serde_json::from_str(&bench("score --sheet desmet --published --json").ok()).unwrap();
+    let result: Value = serde_json::from_str(&bench("score --sheet desmet --published --json").ok()).unwrap();
     assert_eq!(
-        (told["cells"].as_u64(), told["contradictions"].as_array().map(Vec::len)),
+        (result["cells"].as_u64(), result["contradictions"].as_array().map(Vec::len)),
         (Some(43), Some(3))
     );
     let why = bench("score --sheet gate --published").failed(1);

@@ -66,7 +66,7 @@ async fn child() {
     assert!(why.contains("No space left") && why.contains("cannot write the whole result"), "{why}");
     // The figures are still there to be printed, and no pod is left.
     assert!((1..100).contains(&runs.len()), "{} runs", runs.len());
-    assert!(report.series.iter().all(|of| of.n == runs.len() && of.failures == 0));
+    assert!(report.series.iter().all(|series| series.n == runs.len() && series.failures == 0));
     assert!(double.truth(|truth| truth.pods.is_empty()));
     println!("rows kept: {}", runs.len());
 }

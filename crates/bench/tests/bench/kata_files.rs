@@ -7,18 +7,18 @@ use tempfile::TempDir;
 
 const CONFIGURATION: &str = "[hypervisor.qemu]\npath = \"q\"\nkernel = \"k\"\nimage = \"i\"\ndefault_memory = 2048\nvirtio_fs_daemon = \"v\"\n";
 
-/// Returns the exit code, and what was said.
+/// Returns the exit code and the output on stderr.
 fn check(dir: &str) -> (Option<i32>, String) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/bench-kata.sh");
     let output = Command::new("bash").arg(script).arg("--check").env("KATA_DIR", dir).output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(said.lines().count(), 1, "{said}");
-    (output.status.code(), said)
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    (output.status.code(), stderr)
 }
 
 fn refused(dir: &Path, words: &str) {
-    let (code, said) = check(dir.to_str().unwrap());
-    assert!(code == Some(1) && said.contains(words), "{code:?}: {said}");
+    let (code, stderr) = check(dir.to_str().unwrap());
+    assert!(code == Some(1) && stderr.contains(words), "{code:?}: {stderr}");
 }
 
 #[test]
@@ -57,9 +57,9 @@ fn what_is_missing_or_of_another_version_is_named_in_one_line() {
     write("vmlinux", "bzImage", 0o644);
     refused(dir.path(), "vmlinux is no uncompressed kernel");
     write("vmlinux", "\u{7f}ELF", 0o644);
-    let (code, said) = check(dir.path().to_str().unwrap());
-    assert!(code == Some(0) && said.contains("has all that is needed"), "{code:?}: {said}");
-    assert!(said.contains("a shim that says no version within 5 s"), "{said}");
+    let (code, stderr) = check(dir.path().to_str().unwrap());
+    assert!(code == Some(0) && stderr.contains("has all that is needed"), "{code:?}: {stderr}");
+    assert!(stderr.contains("a shim that says no version within 5 s"), "{stderr}");
 }
 
 /// A double of `scripts/node.sh`: "measures" by writing results that say nothing. DIES names a run that ends after two parts,
@@ -136,36 +136,39 @@ impl Tree {
 #[test]
 fn a_run_that_dies_in_the_middle_is_named_and_the_others_go_on() {
     let tree = Tree::new();
-    let (code, said) = tree.measure("host", "");
-    assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("host: only 2 of 5 parts were measured; exit code 137; the output is"), "{said}");
-    assert!(said.contains("the double runs host"), "its last words are missing: {said}");
+    let (code, stderr) = tree.measure("host", "");
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(
+        stderr.contains("host: only 2 of 5 parts were measured; exit code 137; the output is"),
+        "{stderr}"
+    );
+    assert!(stderr.contains("the double runs host"), "its last words are missing: {stderr}");
     let runs = tree.0.path().join("target/bench-kata/runs");
-    let reported = said.lines().find(|line| line.starts_with("reported:")).unwrap();
+    let reported = stderr.lines().find(|line| line.starts_with("reported:")).unwrap();
     for (part, is_there) in [("serial", true), ("host", false), ("groups", true), ("memory", true)] {
         assert_eq!(reported.contains(&format!("runs/{part}")), is_there, "{reported}");
         assert_eq!(runs.join(part).join("report.json").exists(), is_there, "{part}");
     }
-    assert!(said.contains("failed, or not whole: host; their output is in"), "{said}");
+    assert!(stderr.contains("failed, or not whole: host; their output is in"), "{stderr}");
     // The next call measures what is missing.
-    let (code, said) = tree.measure("", "");
-    assert_eq!(code, Some(0), "{said}");
-    assert_eq!(said.matches("exists already").count(), 3, "{said}");
+    let (code, stderr) = tree.measure("", "");
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(stderr.matches("exists already").count(), 3, "{stderr}");
     assert!(runs.join("host/report.json").exists());
 }
 
 #[test]
 fn a_memory_run_that_dies_is_named_with_its_exit_code() {
-    let (code, said) = Tree::new().measure("memory", "");
-    assert!(code == Some(1) && said.contains("memory: exit code 137; the output is"), "{code:?}: {said}");
-    assert!(said.contains("failed, or not whole: memory;"), "{said}");
+    let (code, stderr) = Tree::new().measure("memory", "");
+    assert!(code == Some(1) && stderr.contains("memory: exit code 137; the output is"), "{code:?}: {stderr}");
+    assert!(stderr.contains("failed, or not whole: memory;"), "{stderr}");
 }
 
 #[test]
 fn a_start_that_hangs_is_bounded_and_in_the_figures() {
     let tree = Tree::new();
-    let (code, said) = tree.measure("", "serial");
-    assert_eq!(code, Some(0), "{said}");
+    let (code, stderr) = tree.measure("", "serial");
+    assert_eq!(code, Some(0), "{stderr}");
     let arguments = fs::read_to_string(tree.0.path().join("arguments")).unwrap();
     let times = |word: &str| arguments.lines().filter(|line| *line == word).count();
     assert_eq!((times("START_TIMEOUT=120"), times("--stall"), times("--limit")), (4, 4, 4), "{arguments}");

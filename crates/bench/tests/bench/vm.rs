@@ -92,7 +92,7 @@ async fn what_the_series_has_not_is_a_named_failure() {
         if let Some(case) = case {
             let all = definition::all().into_iter().find(|known| known.name == probe).unwrap();
             plan.probes[0].cases =
-                all.cases.into_iter().filter(|of| of.name.contains(case)).take(1).collect();
+                all.cases.into_iter().filter(|known| known.name.contains(case)).take(1).collect();
         }
         plan.memory = 4 << 30;
         let (report, runs) = run(&double, &plan).await.unwrap();

@@ -30,11 +30,11 @@ fn facts(cpus: u32) -> String {
 /// Returns the output of a container with this many processors for a command of the probe.
 fn with_cpus(cpus: u32, command: &[String]) -> Ended {
     let words: Vec<&str> = command.iter().map(String::as_str).collect();
-    let of = |format: Format| (0, example(format).to_owned(), facts(cpus));
+    let output_of = |format: Format| (0, example(format).to_owned(), facts(cpus));
     Some(match words[..] {
         ["bench-helper", "facts"] => (0, facts(cpus), String::new()),
-        [.., "--", "sysbench", "cpu", _, _, _, _] => of(Format::SysbenchCpu),
-        [.., "--", "redis-benchmark", _, _, _, _, _, _, _, _, _] => of(Format::RedisBenchmark),
+        [.., "--", "sysbench", "cpu", _, _, _, _] => output_of(Format::SysbenchCpu),
+        [.., "--", "redis-benchmark", _, _, _, _, _, _, _, _, _] => output_of(Format::RedisBenchmark),
         [.., "--announce=6379", "--", "redis-server", _, _, _, _, _, _] => {
             (0, String::new(), format!("{}{{\"bench_listening\":6379}}\n", facts(cpus)))
         }
@@ -128,7 +128,11 @@ async fn runtimes_alternate_and_equal_ones_show_no_difference() {
     let order = double.truth(|truth| truth.runs.concat());
     assert_eq!(order, ["ab", "ab", "ab", "ba", "ab", "ba"].concat());
     assert_eq!(runs.iter().filter(|run| run.warm_up).count(), 2);
-    let of_b = report.series.iter().find(|of| of.runtime == "b" && of.metric.name == "events_per_s").unwrap();
+    let of_b = report
+        .series
+        .iter()
+        .find(|series| series.runtime == "b" && series.metric.name == "events_per_s")
+        .unwrap();
     assert_eq!((of_b.n, of_b.failures, of_b.p50), (4, 0, Some(841.02)));
     assert!(report.over_reference(of_b).unwrap().ratio.shows_no_difference());
     assert_eq!(report.threads, 2);
@@ -143,8 +147,8 @@ async fn the_same_handler_twice_is_two_series_that_show_no_difference() {
     let runtimes = series(&["a".to_owned(), "a".to_owned()]);
     let (report, runs) = run(&double, &Plan { runtimes, ..plan("cpu", &[], 4) }).await.unwrap();
     assert_eq!(double.truth(|truth| truth.runs.clone()), ["a"; 12]);
-    let of = |name: &str| runs.iter().filter(|run| run.runtime == name).count();
-    assert_eq!((of("a"), of("a#2"), &*report.reference), (5, 5, "a"));
+    let count = |name: &str| runs.iter().filter(|run| run.runtime == name).count();
+    assert_eq!((count("a"), count("a#2"), &*report.reference), (5, 5, "a"));
     // The double's tool always prints the same: two metrics, none differs.
     assert_eq!(report.no_difference()["a#2"], (2, 2));
     assert!(report.notes.iter().any(|note| note.starts_with("a#2: 2 of 2 metrics show no difference")));
@@ -250,7 +254,7 @@ async fn each_failure_is_named_and_the_others_go_on() {
         let absent = &report.not_measured["cpu.one-thread.bad.events_per_s"];
         assert!(absent.contains(why), "{absent}");
         assert_eq!(report.failures(&runs), 1, "the warm-up is counted");
-        let good = report.series.iter().find(|of| of.runtime == "good").unwrap();
+        let good = report.series.iter().find(|series| series.runtime == "good").unwrap();
         assert_eq!((good.n, good.p50), (1, Some(841.02)));
         assert!(double.truth(|truth| truth.pods.is_empty()));
         assert_valid(&report);
@@ -322,7 +326,7 @@ fn double_native(dir: &std::path::Path, prints: &str) -> Native {
     let helper = bin.join("bench-helper");
     std::fs::write(&helper, script).unwrap();
     std::fs::set_permissions(&helper, std::fs::Permissions::from_mode(0o755)).unwrap();
-    Native { groups, ..Native::of(dir.join("image"), None) }
+    Native { groups, ..Native::new(dir.join("image"), None) }
 }
 
 #[tokio::test]
@@ -375,7 +379,7 @@ async fn native_without_its_image_is_refused_before_anything_starts() {
     let error = run(&double, &plan("cpu", &["native", "a"], 1)).await.unwrap_err().to_string();
     assert!(error.contains("--native-root"), "{error}");
     let dir = tempfile::tempdir().unwrap();
-    let native = Some(Native::of(dir.path().to_owned(), None));
+    let native = Some(Native::new(dir.path().to_owned(), None));
     let error = run(&double, &Plan { native, ..plan("cpu", &["native"], 1) }).await.unwrap_err().to_string();
     assert!(error.contains("make bench-native"), "{error}");
     assert!(double.truth(|truth| truth.runs.is_empty()));

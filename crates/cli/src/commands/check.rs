@@ -1,6 +1,8 @@
 //! `check`: checks whether this host can run pods.
 
 mod containerd_config;
+mod crio_config;
+mod docker_config;
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -17,6 +19,8 @@ Examples:
   sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml
   sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml
   sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml --write
+  sandboxer-cli check --docker-config > /etc/docker/daemon.json
+  sandboxer-cli check --crio-config > /etc/crio/crio.conf.d/50-sandboxer.conf
 
 Exit codes: 0 no problems, 1 warnings, 2 failures. The checks change nothing. --apply shows what would
 change in FILE; with --write it changes FILE.";
@@ -49,6 +53,12 @@ pub struct Args {
     /// Do not check; print the settings that the running containerd needs
     #[arg(long, conflicts_with_all = ["fix_hints", "json"])]
     containerd_config: bool,
+    /// Do not check; print the settings that docker's daemon needs
+    #[arg(long, conflicts_with_all = ["fix_hints", "json", "containerd_config"])]
+    docker_config: bool,
+    /// Do not check; print the settings that CRI-O needs
+    #[arg(long, conflicts_with_all = ["fix_hints", "json", "containerd_config", "docker_config"])]
+    crio_config: bool,
     /// Show what merging these settings into containerd's configuration FILE would change
     #[arg(long, value_name = "FILE", requires = "containerd_config")]
     apply: Option<PathBuf>,
@@ -61,6 +71,12 @@ pub struct Args {
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<ExitCode> {
     if args.containerd_config {
         return containerd_config::run(&args).await.map(|()| ExitCode::SUCCESS);
+    }
+    if args.docker_config {
+        return docker_config::run(&args).map(|()| ExitCode::SUCCESS);
+    }
+    if args.crio_config {
+        return crio_config::run(&args).map(|()| ExitCode::SUCCESS);
     }
     let question =
         Question { config_path: args.config.as_deref(), endpoint: &args.endpoint, pods: args.pods };
@@ -86,7 +102,7 @@ fn text(report: &Report, hints: bool) -> String {
     }
     let mut text = table.trim_fmt();
     let [failures, warnings] = [Verdict::Failure, Verdict::Warning].map(|verdict| report.count(verdict));
-    text += &format!("\n\n{}, {}", counted(failures, "failure"), counted(warnings, "warning"));
+    text += &format!("\n\n{}, {}", pluralize(failures, "failure"), pluralize(warnings, "warning"));
     let concerns: Vec<_> = report.checks.iter().filter(|check| check.verdict >= Verdict::Warning).collect();
     if hints {
         concerns.into_iter().for_each(|check| text += &hint(check));
@@ -100,7 +116,7 @@ fn row(check: &Check) -> [String; 3] {
     [check.name.to_owned(), check.verdict.to_string(), render::plain(&check.seen)]
 }
 
-fn counted(count: usize, noun: &str) -> String {
+fn pluralize(count: usize, noun: &str) -> String {
     match count {
         0 => format!("no {noun}s"),
         1 => format!("1 {noun}"),

@@ -1,13 +1,15 @@
 //! `checkpoint`: pods that are saved while they run.
 
-use std::time::Duration;
+mod archive;
+
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::bail;
 use clap::Subcommand;
 use indicatif::ProgressBar;
 use sandboxer_protocol::admin::{
-    Checkpoint, CreateCheckpointRequest, InspectCheckpointRequest, ListCheckpointsRequest,
-    RemoveCheckpointRequest,
+    Checkpoint, CreateCheckpointRequest, ExportCheckpointRequest, ImportCheckpointRequest,
+    InspectCheckpointRequest, ListCheckpointsRequest, RemoveCheckpointRequest,
 };
 
 use crate::{Global, client, client::ClientError, render};
@@ -15,9 +17,13 @@ use crate::{Global, client, client::ClientError, render};
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli checkpoint create 3f2a warm         save a running pod, which goes on
+  sandboxer-cli checkpoint create --stop 3f2a warm  save it and end it
   sandboxer-cli checkpoint list
   sandboxer-cli checkpoint inspect -n shop warm     show it, and verify its checksums
   sandboxer-cli checkpoint remove -n shop warm
+  sandboxer-cli checkpoint export -n shop warm warm.zst
+  sandboxer-cli checkpoint import warm.zst          on another node, with the same VMM, processor and kernel
+  sandboxer-cli checkpoint export warm - | ssh node2 sandboxer-cli checkpoint import -
 
 A new pod of the same namespace with the annotation `io.sandboxer.restore-from: warm` goes on where the
 saved pod was. Its containers must have the names, images, commands and volumes of the saved ones. A
@@ -33,7 +39,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Save a running pod; it is paused meanwhile, and goes on
+    /// Save a running pod; it is paused meanwhile, and goes on unless it is to end
     Create {
         /// Pod id, or a unique prefix of it
         #[arg(value_name = "POD", value_parser = clap::builder::NonEmptyStringValueParser::new())]
@@ -41,6 +47,9 @@ enum Verb {
         /// Name of the checkpoint, in the pod's namespace
         #[arg(value_name = "NAME", value_parser = clap::builder::NonEmptyStringValueParser::new())]
         name: String,
+        /// End the pod when it is saved; nothing in it runs in between
+        #[arg(long)]
+        stop: bool,
     },
     /// List all checkpoints
     #[command(visible_alias = "ls")]
@@ -64,41 +73,65 @@ enum Verb {
         #[arg(long, short, value_name = "NAMESPACE", default_value = "default")]
         namespace: String,
     },
+    /// Write a checkpoint to a file, for another node
+    Export {
+        /// Name of the checkpoint
+        #[arg(value_name = "NAME")]
+        name: String,
+        /// New file for it, which only its owner can read; -: stdout
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Namespace of the checkpoint
+        #[arg(long, short, value_name = "NAMESPACE", default_value = "default")]
+        namespace: String,
+    },
+    /// Make a checkpoint of an exported one
+    Import {
+        /// The exported file; -: stdin
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+        /// Namespace of the new checkpoint [default: that of the exported one]
+        #[arg(long, short, value_name = "NAMESPACE")]
+        namespace: Option<String>,
+        /// Name of the new checkpoint [default: that of the exported one]
+        #[arg(long, value_name = "NAME")]
+        name: Option<String>,
+    },
 }
 
 /// Runs the subcommand.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     match args.verb {
-        Verb::Create { pod, name } => {
+        Verb::Create { pod, name, stop } => {
             let waiting = ProgressBar::new_spinner().with_message("saving the pod");
             waiting.enable_steady_tick(Duration::from_millis(100));
-            let answers = daemon.create_checkpoint(CreateCheckpointRequest { pod, name }).await;
-            let made = answers.map_err(ClientError::from)?.into_inner().message().await;
+            let answers = daemon.create_checkpoint(CreateCheckpointRequest { pod, name, stop }).await;
+            let checkpoint = answers.map_err(ClientError::from)?.into_inner().message().await;
             waiting.finish_and_clear();
-            let Some(made) = made.map_err(ClientError::from)? else {
+            let Some(checkpoint) = checkpoint.map_err(ClientError::from)? else {
                 bail!("the daemon ended before the pod was saved")
             };
-            show(&[made], global)
+            show(&[checkpoint], global)
         }
         Verb::List => {
-            let answer =
-                daemon.list_checkpoints(ListCheckpointsRequest {}).await.map_err(ClientError::from)?;
-            show(&answer.into_inner().checkpoints, global)
+            let answer = client::answer(daemon.list_checkpoints(ListCheckpointsRequest {}).await)?;
+            show(&answer.checkpoints, global)
         }
         Verb::Inspect { name, namespace } => {
-            let answer = daemon.inspect_checkpoint(InspectCheckpointRequest { namespace, name }).await;
-            let found = answer.map_err(ClientError::from)?.into_inner();
+            let checkpoint = client::answer(
+                daemon.inspect_checkpoint(InspectCheckpointRequest { namespace, name }).await,
+            )?;
             if global.json {
-                render::print_json(&found)?;
-            } else if found.problem.is_empty() {
-                render::print(&whole(&found))?;
+                render::print_json(&checkpoint)?;
+            } else if checkpoint.problem.is_empty() {
+                render::print(&whole(&checkpoint))?;
             }
-            match found.problem.as_str() {
+            match checkpoint.problem.as_str() {
                 "" => Ok(()),
                 problem => bail!(
                     "checkpoint {} cannot be used: {}",
-                    render::plain(&found.name),
+                    render::plain(&checkpoint.name),
                     render::plain(problem)
                 ),
             }
@@ -107,12 +140,44 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             let mut removed = Vec::new();
             for name in names {
                 let request = RemoveCheckpointRequest { namespace: namespace.clone(), name };
-                let answer = daemon.remove_checkpoint(request).await;
-                removed.push(answer.map_err(ClientError::from)?.into_inner());
+                removed.push(client::answer(daemon.remove_checkpoint(request).await)?);
             }
             show(&removed, global)
         }
+        Verb::Export { name, file, namespace } => {
+            let progress = copying("exporting");
+            let request = ExportCheckpointRequest { namespace, name };
+            let written = archive::export(&mut daemon, request, &file, &progress).await;
+            progress.finish_and_clear();
+            match written? {
+                Some(bytes) if global.json => {
+                    render::print_json(&serde_json::json!({ "file": file.to_string_lossy(), "bytes": bytes }))
+                }
+                Some(bytes) => {
+                    let file = render::plain(&file.to_string_lossy());
+                    Ok(render::print(&format!("{file}: {}", render::bytes(bytes)))?)
+                }
+                // The output is the archive.
+                None => Ok(()),
+            }
+        }
+        Verb::Import { file, namespace, name } => {
+            let (namespace, name) = (namespace.unwrap_or_default(), name.unwrap_or_default());
+            let progress = copying("importing");
+            let first = ImportCheckpointRequest { namespace, name, data: Vec::new() };
+            let checkpoint = archive::import(&mut daemon, first, &file, &progress).await;
+            progress.finish_and_clear();
+            show(&[checkpoint?], global)
+        }
     }
+}
+
+fn copying(what: &'static str) -> ProgressBar {
+    let progress = ProgressBar::new_spinner().with_message(what);
+    let style = indicatif::ProgressStyle::with_template("{spinner} {msg} {bytes} at {bytes_per_sec}");
+    let progress = style.map(|style| progress.clone().with_style(style)).unwrap_or(progress);
+    progress.enable_steady_tick(Duration::from_millis(100));
+    progress
 }
 
 fn show(checkpoints: &[Checkpoint], global: &Global) -> anyhow::Result<()> {

@@ -60,7 +60,7 @@ pub async fn run(
     global: &Global,
 ) -> Result<()> {
     let access = Access::read(kubeconfig, cluster.context.as_deref())?;
-    let client = Client::of(&access)?;
+    let client = Client::new(&access)?;
     let file = output.map(prepare).transpose()?;
     let plan = Plan {
         classes: if cluster.classes.is_empty() { vec!["sandboxer".into()] } else { cluster.classes.clone() },
@@ -112,9 +112,10 @@ fn table(report: &Report) -> String {
     let mut rows = Table::new(1, heading);
     for (name, class) in &report.classes {
         let spread: Vec<String> = class.pods_by_s.iter().map(|(s, pods)| format!("{s} s: {pods}")).collect();
-        let of = [class.mean_s, class.sd_s, class.min_s, class.p50_s, class.p90_s, class.max_s].map(shown);
+        let figures =
+            [class.mean_s, class.sd_s, class.min_s, class.p50_s, class.p90_s, class.max_s].map(shown);
         let mut row = vec![name.clone(), class.n.to_string(), class.failures.to_string()];
-        row.extend(of);
+        row.extend(figures);
         row.push(spread.join(", "));
         rows.row(row);
     }

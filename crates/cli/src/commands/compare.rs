@@ -52,8 +52,8 @@ fn workloads_of(args: &Args, global: &Global) -> Result<()> {
     if global.json {
         return render::print_json(&comparison);
     }
-    let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
-    let [a, b] = &comparison.of;
+    let mut text = heading(&comparison.names, &comparison.not_comparable, &comparison.differences);
+    let [a, b] = &comparison.names;
     let mut rows = Table::new(3, ["probe", "metric", "runtime", a, b, "ratio of medians"]);
     for row in &comparison.rows {
         let ratio = row
@@ -82,8 +82,8 @@ fn heading([a, b]: &[String; 2], not_comparable: &[Difference], others: &[Differ
 }
 
 fn text(comparison: &Comparison) -> String {
-    let [a, b] = &comparison.of;
-    let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
+    let [a, b] = &comparison.names;
+    let mut text = heading(&comparison.names, &comparison.not_comparable, &comparison.differences);
     if !comparison.startup.is_empty() {
         let mut rows = Table::new(2, ["start-up", "mode", a, b, "ratio of medians"]);
         for row in &comparison.startup {

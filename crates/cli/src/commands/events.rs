@@ -28,7 +28,7 @@ pub struct Args {
 /// Prints events until the stream ends.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
-    let mut events = daemon.events(EventsRequest {}).await.map_err(ClientError::from)?.into_inner();
+    let mut events = client::answer(daemon.events(EventsRequest {}).await)?;
     while let Some(event) = events.next().await {
         let event = event.map_err(ClientError::from)?;
         if !event.pod.starts_with(&args.pod) {

@@ -38,9 +38,8 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let run_dir = global.socket.parent().unwrap_or(Path::new("/"));
     let (mut left, answers) = match client::connect(&global.socket).await {
         Ok(mut daemon) => {
-            let pods = daemon.list_pods(ListPodsRequest {}).await.map_err(ClientError::from)?;
-            let aside = daemon.list_quarantine(ListQuarantineRequest {}).await.map_err(ClientError::from)?;
-            let (pods, aside) = (pods.into_inner().pods, aside.into_inner());
+            let pods = client::answer(daemon.list_pods(ListPodsRequest {}).await)?.pods;
+            let aside = client::answer(daemon.list_quarantine(ListQuarantineRequest {}).await)?;
             let mut left: Vec<String> = pods.iter().filter_map(of_pod).collect();
             left.extend(aside.entries.iter().map(of_quarantined));
             (left, true)

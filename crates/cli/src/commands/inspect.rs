@@ -7,7 +7,7 @@ use sandboxer_protocol::admin::{
 };
 
 use super::{PodId, place};
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -26,7 +26,7 @@ pub struct Args {
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let request = InspectPodRequest { id: args.pod.id };
-    let pod = daemon.inspect_pod(request).await.map_err(ClientError::from)?.into_inner();
+    let pod = client::answer(daemon.inspect_pod(request).await)?;
     if global.json {
         return render::print_json(&pod);
     }
@@ -72,10 +72,10 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         }
     }
     for (n, sysctl) in pod.sysctls.iter().enumerate() {
-        let of = if sysctl.of_node { " (the node's)" } else { "" };
+        let origin = if sysctl.of_node { " (the node's)" } else { "" };
         line(
             if n == 0 { "Sysctls" } else { "" },
-            &format!("{} = {}{of}", sysctl.name, sysctl.value.replace('\t', " ")),
+            &format!("{} = {}{origin}", sysctl.name, sysctl.value.replace('\t', " ")),
         )?;
     }
     for (n, limit) in pod.container_limits.iter().enumerate() {
@@ -109,13 +109,13 @@ fn bound(limit: u64) -> String {
 
 /// Returns the size of a pod's VM, and its size at the start if that was different.
 fn size(pod: &Pod) -> String {
-    let of = |vcpus: u32, memory_mib: u64| format!("{vcpus} vCPU, {}", render::mib(memory_mib));
-    let now = of(pod.vcpus, pod.memory_mib);
+    let size = |vcpus: u32, memory_mib: u64| format!("{vcpus} vCPU, {}", render::mib(memory_mib));
+    let now = size(pod.vcpus, pod.memory_mib);
     match (pod.boot_vcpus, pod.boot_memory_mib) {
         (vcpus, memory_mib) if (vcpus, memory_mib) == (pod.vcpus, pod.memory_mib) => now,
         // An earlier daemon does not report it.
         (0, _) => now,
-        (vcpus, memory_mib) => format!("{now} ({} at its start)", of(vcpus, memory_mib)),
+        (vcpus, memory_mib) => format!("{now} ({} at its start)", size(vcpus, memory_mib)),
     }
 }
 

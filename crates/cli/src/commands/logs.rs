@@ -35,7 +35,7 @@ pub struct Args {
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let request = ConsoleLogRequest { id: args.pod.id, follow: args.follow };
-    let mut chunks = daemon.console_log(request).await.map_err(ClientError::from)?.into_inner();
+    let mut chunks = client::answer(daemon.console_log(request).await)?;
     let mut out = io::stdout().lock();
     let mut plain = (out.is_terminal() && !args.raw).then(Plain::default);
     while let Some(chunk) = chunks.next().await {

@@ -85,7 +85,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         counts,
         repeat: args.repeat,
         recipe: args.target.recipe(),
-        vm: vm::of(args.vm_image.as_ref(), None),
+        vm: vm::with_disk(args.vm_image.as_ref(), None),
         idle: Windows { length: Duration::from_secs(args.idle), ..Windows::default() },
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;

@@ -58,7 +58,7 @@ pub enum Command {
 impl Command {
     /// Runs the command.
     pub async fn run(self, global: &Global) -> anyhow::Result<ExitCode> {
-        let done = match self {
+        let result = match self {
             Command::Check(args) => return check::run(args, global).await,
             Command::Pods(args) => pods::run(args, global).await,
             Command::Place(args) => place::run(args, global).await,
@@ -81,7 +81,7 @@ impl Command {
             Command::Completion(args) => completion::run(args),
             Command::Man(args) => man::run(&args),
         };
-        done.map(|()| ExitCode::SUCCESS)
+        result.map(|()| ExitCode::SUCCESS)
     }
 
     /// Returns the exit code for an error of the command itself.

@@ -36,14 +36,14 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     if let Some([pod, node]) = args.target.as_deref() {
         let node = node.parse().with_context(|| format!("{node:?} is no number of a node"))?;
         let request = MovePodRequest { id: pod.clone(), node };
-        let mut answers = daemon.move_pod(request).await.map_err(ClientError::from)?.into_inner();
+        let mut answers = client::answer(daemon.move_pod(request).await)?;
         let Some(moved) = answers.message().await.map_err(ClientError::from)? else {
             bail!("the daemon ended before the pod was moved");
         };
         return if global.json { render::print_json(&moved) } else { Ok(render::print(&cost(&moved))?) };
     }
     let request = ListPlacesRequest { id: args.pod.unwrap_or_default() };
-    let answer = daemon.list_places(request).await.map_err(ClientError::from)?.into_inner();
+    let answer = client::answer(daemon.list_places(request).await)?;
     if global.json { render::print_json(&answer) } else { Ok(render::print(&text(&answer))?) }
 }
 
@@ -124,19 +124,19 @@ fn cost(moved: &MovePodResponse) -> String {
 }
 
 fn total(memory: &[NodeMemory]) -> u64 {
-    memory.iter().map(|of| of.bytes).sum()
+    memory.iter().map(|entry| entry.bytes).sum()
 }
 
 fn by_node(memory: &[NodeMemory]) -> String {
-    let told = |of: &NodeMemory| format!("{}: {}", of.node, render::bytes(of.bytes));
-    memory.iter().map(told).collect::<Vec<_>>().join(", ")
+    let node_memory = |entry: &NodeMemory| format!("{}: {}", entry.node, render::bytes(entry.bytes));
+    memory.iter().map(node_memory).collect::<Vec<_>>().join(", ")
 }
 
 /// Returns the part of a pod's memory that is on its node, percent.
 #[expect(clippy::cast_precision_loss, reason = "a share for people")]
 fn local(place: &Place) -> Option<f64> {
     let (node, all) = (place.node?, total(&place.memory));
-    let here: u64 = place.memory.iter().filter(|of| of.node == node).map(|of| of.bytes).sum();
+    let here: u64 = place.memory.iter().filter(|entry| entry.node == node).map(|entry| entry.bytes).sum();
     (all > 0).then(|| 100.0 * here as f64 / all as f64)
 }
 

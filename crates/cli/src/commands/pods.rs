@@ -2,7 +2,7 @@
 
 use sandboxer_protocol::admin::{ListPodsRequest, Pod};
 
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -38,8 +38,7 @@ impl Args {
 /// Prints the list.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
-    let answer = daemon.list_pods(ListPodsRequest {}).await.map_err(ClientError::from)?;
-    let answer = answer.into_inner();
+    let answer = client::answer(daemon.list_pods(ListPodsRequest {}).await)?;
     if !answer.records_problem.is_empty() {
         let problem = render::plain(&answer.records_problem);
         eprintln!(
@@ -80,9 +79,9 @@ fn row(pod: &Pod) -> Vec<String> {
 
 /// Returns the duration of the whole start; `-` until it is over, or if it failed.
 fn start(pod: &Pod) -> String {
-    let done = pod.stages.iter().all(|step| step.outcome == "ok") && pod.state != "starting";
+    let is_started = pod.stages.iter().all(|step| step.outcome == "ok") && pod.state != "starting";
     match pod.stages.iter().map(|step| step.begin_ns + step.duration_ns).max() {
-        Some(end) if done => render::duration(end),
+        Some(end) if is_started => render::duration(end),
         _ => "-".into(),
     }
 }

@@ -9,7 +9,7 @@ use sandboxer_protocol::admin::{
     ReleaseQuarantinedRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
 };
 
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -68,28 +68,28 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     match args.verb {
         Verb::List => {
-            let answer = daemon.list_quarantine(ListQuarantineRequest {}).await.map_err(ClientError::from)?;
-            let answer = answer.into_inner();
+            let answer = client::answer(daemon.list_quarantine(ListQuarantineRequest {}).await)?;
             if global.json { render::print_json(&answer) } else { Ok(render::print(&text(&answer))?) }
         }
         Verb::Show { name } => {
-            let answer = daemon.show_quarantined(ShowQuarantinedRequest { name }).await;
-            let answer = answer.map_err(ClientError::from)?.into_inner();
+            let answer = client::answer(daemon.show_quarantined(ShowQuarantinedRequest { name }).await)?;
             if global.json { render::print_json(&answer) } else { Ok(render::print(&whole(&answer))?) }
         }
         Verb::Release { names } => {
             let mut released = Vec::new();
             for name in names {
-                let answer = daemon.release_quarantined(ReleaseQuarantinedRequest { name }).await;
-                released.push(answer.map_err(ClientError::from)?.into_inner());
+                released.push(client::answer(
+                    daemon.release_quarantined(ReleaseQuarantinedRequest { name }).await,
+                )?);
             }
             show(&released, global)
         }
         Verb::Destroy { names, .. } => {
             let mut destroyed = Vec::new();
             for name in names {
-                let answer = daemon.destroy_quarantined(DestroyQuarantinedRequest { name }).await;
-                destroyed.push(answer.map_err(ClientError::from)?.into_inner());
+                destroyed.push(client::answer(
+                    daemon.destroy_quarantined(DestroyQuarantinedRequest { name }).await,
+                )?);
             }
             show(&destroyed, global)
         }
@@ -102,8 +102,8 @@ fn confirm(names: &[String]) -> anyhow::Result<()> {
     if !stdin.is_terminal() {
         bail!("stdin is no terminal to confirm on: use --yes (this cannot be undone)");
     }
-    let asked = render::plain(&names.join(", "));
-    eprint!("Kill all processes of {asked} and remove its files? [y/N] ");
+    let names = render::plain(&names.join(", "));
+    eprint!("Kill all processes of {names} and remove its files? [y/N] ");
     io::stderr().flush()?;
     let mut answer = String::new();
     stdin.read_line(&mut answer).context("cannot read the answer")?;
@@ -178,8 +178,8 @@ fn problem(entry: &Quarantined) -> &str {
 }
 
 fn processes(entry: &Quarantined) -> Vec<String> {
-    let told = |process: &sandboxer_protocol::admin::QuarantinedProcess| {
+    let line = |process: &sandboxer_protocol::admin::QuarantinedProcess| {
         format!("{} {}", process.pid, render::plain(&process.command))
     };
-    entry.processes.iter().map(told).collect()
+    entry.processes.iter().map(line).collect()
 }

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use sandboxer_protocol::admin::{ReloadRequest, VersionRequest, VersionResponse};
+use sandboxer_protocol::admin::ReloadRequest;
 use serde::Serialize;
 
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -40,11 +40,11 @@ struct Reloaded {
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let begin = Instant::now();
     let mut daemon = client::connect(&global.socket).await?;
-    let before = daemon.reload(ReloadRequest {}).await.map_err(ClientError::from)?.into_inner().reloads;
+    let before = client::answer(daemon.reload(ReloadRequest {}).await)?.reloads;
     let end = begin + Duration::from_secs(args.timeout);
     let now = loop {
         // Until the next worker listens, the socket's queue holds the request.
-        let answer = match tokio::time::timeout_at(end.into(), ask(global)).await {
+        let answer = match tokio::time::timeout_at(end.into(), client::version(&global.socket)).await {
             Ok(answer) => answer,
             Err(_) => bail!("the daemon did not come back within {} s: see its log", args.timeout),
         };
@@ -59,17 +59,12 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     if !now.reload_error.is_empty() {
         bail!("the front was not replaced: {}; containers continue with the old one", now.reload_error);
     }
-    let done =
+    let reloaded =
         Reloaded { version: now.version, worker_pid: now.worker_pid, seconds: begin.elapsed().as_secs_f64() };
     if global.json {
-        return render::print_json(&done);
+        return render::print_json(&reloaded);
     }
-    let Reloaded { version, worker_pid, seconds } = done;
+    let Reloaded { version, worker_pid, seconds } = reloaded;
     let version = render::plain(&version);
     Ok(render::print(&format!("sandboxer {version} took over in {seconds:.1} s (worker {worker_pid})"))?)
-}
-
-async fn ask(global: &Global) -> Result<VersionResponse, ClientError> {
-    let mut daemon = client::connect(&global.socket).await?;
-    Ok(daemon.version(VersionRequest {}).await?.into_inner())
 }

@@ -107,7 +107,7 @@ fn load(paths: &[PathBuf], baseline: Option<&str>) -> Result<(Results, usize)> {
 /// Writes the page and the plots. Returns the plots' paths and the number of results that cannot be used.
 pub fn write(results: &[PathBuf], page: &Path, look: &Look<'_>) -> Result<(Vec<PathBuf>, usize)> {
     let (results, unusable) = load(results, look.baseline)?;
-    let palette = Palette::of(&results.startups, &results.workloads).with_published(look.published);
+    let palette = Palette::new(&results.startups, &results.workloads).with_published(look.published);
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     store::write_whole(page, html::render(&present::page(&results, &palette)).as_bytes())?;

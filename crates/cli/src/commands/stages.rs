@@ -8,7 +8,7 @@ use std::{
 use sandboxer_probe::document::Table;
 use sandboxer_protocol::admin::{StageSummary, StageTimesRequest, StageTimesResponse};
 
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -31,7 +31,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut tick = tokio::time::interval(Duration::from_secs(1));
     loop {
         tick.tick().await;
-        let answer = daemon.stage_times(StageTimesRequest {}).await.map_err(ClientError::from)?.into_inner();
+        let answer = client::answer(daemon.stage_times(StageTimesRequest {}).await)?;
         if global.json {
             return render::print_json(&answer);
         }

@@ -94,7 +94,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         pause: Duration::try_from_secs_f64(args.pause).context("--pause takes seconds from 0 up")?,
         recipe,
         bare_boot,
-        vm: vm::of(args.vm_image.as_ref(), None),
+        vm: vm::with_disk(args.vm_image.as_ref(), None),
         baseline: args.baseline,
     };
     let mut store = args.output.as_deref().map(Store::create).transpose()?;

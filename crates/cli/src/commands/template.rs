@@ -67,8 +67,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     match args.verb {
         Verb::List => {
-            let answer = daemon.list_templates(ListTemplatesRequest {}).await.map_err(ClientError::from)?;
-            let answer = answer.into_inner();
+            let answer = client::answer(daemon.list_templates(ListTemplatesRequest {}).await)?;
             if global.json { render::print_json(&answer) } else { Ok(render::print(&text(&answer))?) }
         }
         Verb::Build { vcpus, memory, vmm } => {
@@ -79,7 +78,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             };
             let waiting = ProgressBar::new_spinner().with_message("booting a VM and freezing it");
             waiting.enable_steady_tick(Duration::from_millis(100));
-            let mut answers = daemon.build_template(request).await.map_err(ClientError::from)?.into_inner();
+            let mut answers = client::answer(daemon.build_template(request).await)?;
             let built = answers.message().await.map_err(ClientError::from)?;
             waiting.finish_and_clear();
             let Some(built) = built else { bail!("the daemon ended before the template was made") };
@@ -89,15 +88,13 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             let keys = match key {
                 Some(key) => vec![key],
                 None => {
-                    let listed = daemon.list_templates(ListTemplatesRequest {}).await;
-                    let listed = listed.map_err(ClientError::from)?.into_inner();
+                    let listed = client::answer(daemon.list_templates(ListTemplatesRequest {}).await)?;
                     listed.templates.into_iter().map(|template| template.key).collect()
                 }
             };
             let mut checked = Vec::new();
             for key in keys {
-                let answer = daemon.verify_template(VerifyTemplateRequest { key }).await;
-                checked.push(answer.map_err(ClientError::from)?.into_inner());
+                checked.push(client::answer(daemon.verify_template(VerifyTemplateRequest { key }).await)?);
             }
             show(&checked, global)?;
             match checked.iter().filter(|template| !template.problem.is_empty()).count() {
@@ -108,8 +105,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
         Verb::Rm { keys } => {
             let mut removed = Vec::new();
             for key in keys {
-                let answer = daemon.remove_template(RemoveTemplateRequest { key }).await;
-                removed.push(answer.map_err(ClientError::from)?.into_inner());
+                removed.push(client::answer(daemon.remove_template(RemoveTemplateRequest { key }).await)?);
             }
             show(&removed, global)
         }

@@ -1,12 +1,9 @@
 //! `version`: versions of this program, the daemon, the VMM and the guest.
 
-use sandboxer_protocol::{
-    PROTOCOL_VERSION,
-    admin::{VersionRequest, VersionResponse},
-};
+use sandboxer_protocol::{PROTOCOL_VERSION, admin::VersionResponse};
 use serde::Serialize;
 
-use crate::{Global, client, client::ClientError, render};
+use crate::{Global, client, render};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -39,8 +36,8 @@ struct Client {
 /// Prints the versions.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let client = Client { version: env!("CARGO_PKG_VERSION"), protocol_version: PROTOCOL_VERSION };
-    let asked = if args.client { Ok(None) } else { ask(global).await.map(Some) };
-    let (daemon, failed) = match asked {
+    let response = if args.client { Ok(None) } else { client::version(&global.socket).await.map(Some) };
+    let (daemon, failed) = match response {
         Ok(daemon) => (daemon, None),
         // This program's version is printed even without a daemon.
         Err(error) => (None, Some(error)),
@@ -52,11 +49,6 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
         render::print(&text(&versions))?;
     }
     failed.map_or(Ok(()), |error| Err(error.into()))
-}
-
-async fn ask(global: &Global) -> Result<VersionResponse, ClientError> {
-    let mut daemon = client::connect(&global.socket).await?;
-    Ok(daemon.version(VersionRequest {}).await?.into_inner())
 }
 
 fn text(versions: &Versions) -> String {

@@ -11,19 +11,20 @@ use std::{
 };
 
 use sandboxer_protocol::admin::{
-    BuildTemplateRequest, Checkpoint, ConsoleLogChunk, ConsoleLogRequest, CreateCheckpointRequest,
-    DestroyQuarantinedRequest, Event, EventsRequest, InspectCheckpointRequest, InspectPodRequest,
-    ListCheckpointsRequest, ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse, ListPodsRequest,
-    ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest,
-    ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest,
-    ReloadRequest, ReloadResponse, RemoveCheckpointRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
+    BuildTemplateRequest, Checkpoint, CheckpointPart, ConsoleLogChunk, ConsoleLogRequest,
+    CreateCheckpointRequest, DestroyQuarantinedRequest, Event, EventsRequest, ExportCheckpointRequest,
+    ImportCheckpointRequest, InspectCheckpointRequest, InspectPodRequest, ListCheckpointsRequest,
+    ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse, ListPodsRequest, ListPodsResponse,
+    ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse,
+    MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest, ReloadRequest,
+    ReloadResponse, RemoveCheckpointRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
     ShowQuarantinedResponse, StageSummary, StageTimesRequest, StageTimesResponse, Template,
     VerifyTemplateRequest, VersionRequest, VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
 use tokio_stream::{Stream, StreamExt, wrappers::UnixListenerStream};
-use tonic::{Request, Response, Status, transport::Server};
+use tonic::{Request, Response, Status, Streaming, transport::Server};
 
 /// What the service knows.
 #[derive(Debug, Clone, Default)]
@@ -54,6 +55,8 @@ impl Admin for AdminDouble {
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
     type CreateCheckpointStream = Answers<Checkpoint>;
+    type ExportCheckpointStream = Answers<CheckpointPart>;
+    type ImportCheckpointStream = Answers<Checkpoint>;
     type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
@@ -108,9 +111,9 @@ impl Admin for AdminDouble {
     }
 
     async fn events(&self, _: Request<EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
-        let told = tokio_stream::iter(self.events.clone().into_iter().map(Ok));
+        let events = tokio_stream::iter(self.events.clone().into_iter().map(Ok));
         let ended = tokio_stream::once(Err(Status::unavailable("the daemon was killed")));
-        Ok(Response::new(Box::pin(told.chain(ended))))
+        Ok(Response::new(Box::pin(events.chain(ended))))
     }
 
     async fn list_templates(
@@ -147,7 +150,7 @@ impl Admin for AdminDouble {
         &self,
         request: Request<CreateCheckpointRequest>,
     ) -> Result<Response<Self::CreateCheckpointStream>, Status> {
-        let CreateCheckpointRequest { pod, name } = request.into_inner();
+        let CreateCheckpointRequest { pod, name, stop: _ } = request.into_inner();
         let made = Checkpoint { namespace: "default".into(), pod, name, ..Default::default() };
         Ok(Response::new(Box::pin(tokio_stream::once(Ok(made)))))
     }
@@ -173,13 +176,51 @@ impl Admin for AdminDouble {
         self.checkpoint(&request.get_ref().namespace, &request.get_ref().name)
     }
 
+    /// The archive has 3 parts; that of a checkpoint with a problem breaks off.
+    async fn export_checkpoint(
+        &self,
+        request: Request<ExportCheckpointRequest>,
+    ) -> Result<Response<Self::ExportCheckpointStream>, Status> {
+        let ExportCheckpointRequest { namespace, name } = request.into_inner();
+        let found = self.checkpoint(&namespace, &name)?.into_inner();
+        let part = |n: u8| Ok(CheckpointPart { data: vec![n; 100_000] });
+        let mut parts = vec![part(1), part(2), part(3)];
+        if !found.problem.is_empty() {
+            parts[2] = Err(Status::failed_precondition(found.problem));
+        }
+        Ok(Response::new(Box::pin(tokio_stream::iter(parts))))
+    }
+
+    /// Takes only such an archive.
+    async fn import_checkpoint(
+        &self,
+        request: Request<Streaming<ImportCheckpointRequest>>,
+    ) -> Result<Response<Self::ImportCheckpointStream>, Status> {
+        let mut requests = request.into_inner();
+        let made = async move {
+            let mut made = Checkpoint::default();
+            let mut archive = Vec::new();
+            while let Some(Ok(request)) = requests.next().await {
+                if archive.is_empty() {
+                    (made.namespace, made.name) = (request.namespace, request.name);
+                }
+                archive.extend(request.data);
+            }
+            match archive == [[1_u8; 100_000], [2; 100_000], [3; 100_000]].concat() {
+                true => Ok(made),
+                false => Err(Status::invalid_argument("the archive: it is cut off")),
+            }
+        };
+        Ok(Response::new(Box::pin(futures::stream::once(made))))
+    }
+
     async fn list_places(
         &self,
         request: Request<ListPlacesRequest>,
     ) -> Result<Response<ListPlacesResponse>, Status> {
-        let mut told = self.places.clone();
-        told.places.retain(|place| place.id.starts_with(&request.get_ref().id));
-        Ok(Response::new(told))
+        let mut answer = self.places.clone();
+        answer.places.retain(|place| place.id.starts_with(&request.get_ref().id));
+        Ok(Response::new(answer))
     }
 
     async fn move_pod(

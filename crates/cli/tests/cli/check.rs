@@ -192,3 +192,34 @@ fn a_file_that_is_no_configuration_is_refused_and_left() {
         assert_eq!(check(usage).code, Some(2), "{usage}");
     }
 }
+
+#[test]
+fn the_settings_of_docker_are_printed_as_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.toml");
+    fs::write(&config, "run_dir = \"/run/x\"\n").unwrap();
+    let outcome = check(&format!("--docker-config --config {}", config.display()));
+    assert_eq!(outcome.code, Some(0), "{}", outcome.err);
+    let runtime = &json(&outcome)["runtimes"]["sandboxer"];
+    assert_eq!(runtime["runtimeType"], "io.containerd.sandboxer.v1");
+    assert_eq!(runtime["options"]["ConfigPath"], config.to_str().unwrap());
+    assert!(outcome.err.contains("/etc/docker/daemon.json"), "{}", outcome.err);
+    fs::write(&config, "run_dri = 1\n").unwrap();
+    assert_eq!(check(&format!("--docker-config --config {}", config.display())).code, Some(2));
+    assert_eq!(check("--docker-config --containerd-config").code, Some(2));
+}
+
+#[test]
+fn the_settings_of_cri_o_are_printed_as_a_file_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("config.toml");
+    fs::write(&config, "run_dir = \"/run/x\"\n").unwrap();
+    let outcome = check(&format!("--crio-config --config {}", config.display()));
+    assert_eq!(outcome.code, Some(0), "{}", outcome.err);
+    let printed: toml_edit::DocumentMut = outcome.out.parse().unwrap();
+    let runtime = &printed["crio"]["runtime"]["runtimes"]["sandboxer"];
+    assert_eq!(runtime["runtime_type"].as_str(), Some("vm"));
+    assert!(outcome.err.contains("/etc/crio/crio.conf.d"), "{}", outcome.err);
+    assert!(outcome.err.contains(&format!("SANDBOXER_CONFIG={}", config.display())), "{}", outcome.err);
+    assert_eq!(check("--crio-config --docker-config").code, Some(2));
+}

@@ -3,7 +3,7 @@
 use sandboxer_protocol::admin::{Checkpoint, ListCheckpointsResponse, SavedContainer};
 
 use super::{ago, cells};
-use crate::admin_double::AdminDouble;
+use crate::admin_double::{AdminDouble, command};
 
 fn two() -> AdminDouble {
     let counter = SavedContainer {
@@ -68,9 +68,52 @@ fn one_is_made_shown_and_removed() {
     ] {
         assert!(out.contains(expected), "{expected:?} is not in\n{out}");
     }
-    let said = daemon.cli("checkpoint inspect -n shop torn").failed(1);
-    assert!(said.contains("checkpoint torn cannot be used: its manifest is damaged"), "{said}");
-    let said = daemon.cli("checkpoint inspect torn").failed(1);
-    assert!(said.contains("checkpoint default/torn: there is none"), "{said}");
+    let error = daemon.cli("checkpoint inspect -n shop torn").failed(1);
+    assert!(error.contains("checkpoint torn cannot be used: its manifest is damaged"), "{error}");
+    let error = daemon.cli("checkpoint inspect torn").failed(1);
+    assert!(error.contains("checkpoint default/torn: there is none"), "{error}");
     assert_eq!(cells(&daemon.cli("checkpoint rm -n shop torn").ok())[1][1], "torn");
+}
+
+#[test]
+fn one_is_exported_to_a_new_file_and_imported_again() {
+    let (daemon, dir) = (two().serve(), tempfile::tempdir().unwrap());
+    let path = dir.path().join("warm.zst");
+    let file = path.to_str().unwrap();
+    let stdout = daemon.cli(&format!("checkpoint export warm {file}")).ok();
+    assert!(stdout.starts_with(&format!("{file}: ")), "{stdout}");
+    let meta = std::fs::metadata(&path).unwrap();
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&meta.permissions()) & 0o777, 0o600);
+    assert!(meta.len() < 10_000, "it is not compressed: {} bytes", meta.len());
+    let error = daemon.cli(&format!("checkpoint export warm {file}")).failed(1);
+    assert!(error.contains("File exists"), "{error}");
+
+    let made = daemon.cli(&format!("checkpoint import --json -n bank --name cold {file}")).ok();
+    let made: serde_json::Value = serde_json::from_str(&made).unwrap();
+    assert_eq!((&made[0]["namespace"], &made[0]["name"]), (&"bank".into(), &"cold".into()));
+    let piped = command(&daemon.socket, "checkpoint export warm -").output().unwrap();
+    assert_eq!(piped.stdout, std::fs::read(&path).unwrap());
+    let mut import = command(&daemon.socket, "checkpoint import -");
+    assert!(import.stdin(std::fs::File::open(&path).unwrap()).output().unwrap().status.success());
+}
+
+#[test]
+fn what_is_no_archive_is_refused_and_what_breaks_off_leaves_no_file() {
+    let (daemon, dir) = (two().serve(), tempfile::tempdir().unwrap());
+    let path = dir.path().join("torn.zst");
+    let file = path.to_str().unwrap();
+    let error = daemon.cli(&format!("checkpoint export -n shop torn {file}")).failed(1);
+    assert!(error.contains("its manifest is damaged") && !path.exists(), "{error}");
+    daemon.cli(&format!("checkpoint export warm {file}")).ok();
+    let whole = std::fs::read(&path).unwrap();
+    let mut flipped = whole.clone();
+    let middle = flipped.len() / 2;
+    flipped[middle] ^= 1;
+    for bad in [b"rubbish".to_vec(), Vec::new(), whole[..whole.len() - 5].to_vec(), flipped] {
+        std::fs::write(&path, bad).unwrap();
+        let error = daemon.cli(&format!("checkpoint import {file}")).failed(1);
+        assert!(error.contains("is no exported checkpoint, or damaged"), "{error}");
+    }
+    let error = daemon.cli("checkpoint import /nowhere").failed(1);
+    assert!(error.contains("cannot open /nowhere"), "{error}");
 }

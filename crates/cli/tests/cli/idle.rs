@@ -42,14 +42,14 @@ fn pods(states: &[&str]) -> AdminDouble {
 fn a_daemon_is_idle_while_every_pod_is_without_a_vm_and_nothing_is_in_quarantine() {
     pods(&["created", "stopped"]).serve().cli("idle").ok();
     for state in ["starting", "ready", "stopping", "unknown", "of a later version"] {
-        let said = pods(&["stopped", state]).serve().cli("idle").failed(1);
-        assert!(said.contains(&format!("pod id-{state} (/) is {state}")), "{said}");
-        assert!(!said.contains("id-stopped"), "{said}");
+        let error = pods(&["stopped", state]).serve().cli("idle").failed(1);
+        assert!(error.contains(&format!("pod id-{state} (/) is {state}")), "{error}");
+        assert!(!error.contains("id-stopped"), "{error}");
     }
     let entries = vec![Quarantined { name: "17-web".into(), ..Default::default() }];
     let quarantine = ListQuarantineResponse { entries, ..Default::default() };
-    let said = AdminDouble { quarantine, ..Default::default() }.serve().cli("idle").failed(1);
-    assert!(said.contains("pods run") && said.contains("record 17-web is in quarantine"), "{said}");
+    let error = AdminDouble { quarantine, ..Default::default() }.serve().cli("idle").failed(1);
+    assert!(error.contains("pods run") && error.contains("record 17-web is in quarantine"), "{error}");
 }
 
 #[test]
@@ -67,9 +67,9 @@ fn processes_of_pods_are_in_the_way_and_those_of_the_pool_are_not() {
     fs::rename(run_dir.join("pool/p-2"), run_dir.join("pods/b")).unwrap();
     // Its old place is taken.
     fs::create_dir(run_dir.join("pool/p-2")).unwrap();
-    let said = daemon.cli("idle").failed(1);
+    let error = daemon.cli("idle").failed(1);
     for pid in [other.0.id(), claimed.0.id()] {
-        assert!(said.contains(&format!("process {pid} (sleep)")), "{said}");
+        assert!(error.contains(&format!("process {pid} (sleep)")), "{error}");
     }
 }
 
@@ -80,10 +80,10 @@ fn when_the_daemon_is_gone_only_spare_vms_are_ended_and_none_under_a_pod() {
     let mut spare = Vmm::in_dir(&dir.path().join("pool/p-1"));
     let other = Vmm::in_dir(&dir.path().join("pods/a"));
     for line in ["idle", "idle --end"] {
-        let said = cli_at(&socket, line).failed(1);
-        assert!(said.contains("the daemon does not answer, and VMs run"), "{said}");
-        assert!(said.contains(&format!("process {} (sleep)", other.0.id())), "{said}");
-        assert!(!said.contains(&format!("process {} ", spare.0.id())), "{said}");
+        let error = cli_at(&socket, line).failed(1);
+        assert!(error.contains("the daemon does not answer, and VMs run"), "{error}");
+        assert!(error.contains(&format!("process {} (sleep)", other.0.id())), "{error}");
+        assert!(!error.contains(&format!("process {} ", spare.0.id())), "{error}");
     }
     assert!(spare.runs());
     drop(other);
@@ -100,7 +100,7 @@ fn a_daemon_that_does_not_answer_is_not_idle() {
     let socket = dir.path().join("admin.sock");
     let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     let closes = std::thread::spawn(move || drop(listener.accept().unwrap()));
-    let said = cli_at(&socket, "idle").failed(1);
-    assert!(!said.is_empty());
+    let error = cli_at(&socket, "idle").failed(1);
+    assert!(!error.is_empty());
     closes.join().unwrap();
 }

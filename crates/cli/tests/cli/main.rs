@@ -306,9 +306,9 @@ fn without_a_daemon_it_says_which_socket_and_what_to_do() {
         for verb in ["pods", "inspect 3f", "logs 3f", "events --follow"] {
             let error = cli_at(socket, verb).failed(1);
             let path = socket.to_str().unwrap();
-            let said =
+            let mentions =
                 [path, cause, "start one", "--socket", "SANDBOXER_SOCKET"].map(|text| error.contains(text));
-            assert_eq!(said, [true; 5], "{error}");
+            assert_eq!(mentions, [true; 5], "{error}");
             assert_eq!(error.lines().count(), 1, "{error}");
         }
     }

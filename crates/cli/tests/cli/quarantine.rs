@@ -78,7 +78,7 @@ fn released_ones_are_told() {
 #[test]
 fn nothing_is_destroyed_unless_somebody_says_yes() {
     let double = two_entries();
-    let asked = double.destroyed.clone();
+    let destroyed = double.destroyed.clone();
     let daemon = double.serve();
     let refused = daemon.cli(&format!("quarantine destroy {TORN}")).failed(1);
     assert!(refused.contains("--yes"), "{refused}");
@@ -89,12 +89,12 @@ fn nothing_is_destroyed_unless_somebody_says_yes() {
     // It may have ended before it reads.
     let _ = child.stdin.take().unwrap().write_all(b"yes\n");
     Outcome::from(child.wait_with_output().unwrap()).failed(1);
-    assert!(asked.lock().unwrap().is_empty());
+    assert!(destroyed.lock().unwrap().is_empty());
 
     let json = daemon.cli(&format!("quarantine destroy --yes --json {TORN}")).ok();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!((json[0]["name"].as_str(), json.as_array().unwrap().len()), (Some(TORN), 1));
-    assert_eq!(*asked.lock().unwrap(), [TORN]);
+    assert_eq!(*destroyed.lock().unwrap(), [TORN]);
     let prefix = daemon.cli("quarantine destroy --yes 1700").failed(1);
     assert!(prefix.contains("called 1700"), "{prefix}");
 }

@@ -25,8 +25,8 @@ fn times() -> tempfile::TempDir {
 fn a_report_is_one_page_with_its_plots_beside_it() {
     let dir = times();
     let dir = dir.path().display();
-    let said = cli(&format!("report {dir}/a.txt {dir}/b.txt --output {dir}/page/index.html")).ok();
-    assert_eq!(said, format!("report: {dir}/page/index.html\n"));
+    let stdout = cli(&format!("report {dir}/a.txt {dir}/b.txt --output {dir}/page/index.html")).ok();
+    assert_eq!(stdout, format!("report: {dir}/page/index.html\n"));
     let page = fs::read_to_string(format!("{dir}/page/index.html")).unwrap();
     assert!(page.contains("1 of 5 starts failed") && page.contains("other hardware"));
     let svg = fs::read_to_string(format!("{dir}/page/plots/b-startup-serial.svg")).unwrap();
@@ -58,14 +58,14 @@ fn a_result_that_cannot_be_used_is_named_and_the_others_are_reported() {
     fs::write(dir.path().join("newer/report.json"), r#"{"schema": 2}"#).unwrap();
     let dir = dir.path().display();
     for more in ["--markdown", &format!("--output {dir}/page.html")] {
-        let said = cli(&format!("report {dir}/newer {dir}/good {dir}/none --baseline kata {more}"));
-        assert_eq!(said.code, Some(1), "{}", said.out);
+        let outcome = cli(&format!("report {dir}/newer {dir}/good {dir}/none --baseline kata {more}"));
+        assert_eq!(outcome.code, Some(1), "{}", outcome.out);
         for words in
             ["newer/report.json", "newer probe", "none contains no result", "2 of 3 results are missing"]
         {
-            assert!(said.err.contains(words), "{words}: {}", said.err);
+            assert!(outcome.err.contains(words), "{words}: {}", outcome.err);
         }
-        assert!(said.out.contains("report: ") || said.out.contains("| over kata |"), "{}", said.out);
+        assert!(outcome.out.contains("report: ") || outcome.out.contains("| over kata |"), "{}", outcome.out);
     }
     let page = fs::read_to_string(format!("{dir}/page.html")).unwrap();
     assert!(page.contains("runc over kata, serial: medians") && page.contains("times faster"), "{page}");

@@ -7,7 +7,7 @@ use super::{ConfigError, Seconds};
 /// Checks values against their bounds.
 pub struct Bounds<'a> {
     /// A function that makes the error from a key, its value and the accepted values.
-    pub refused: &'a dyn Fn(&'static str, String, &'static str) -> ConfigError,
+    pub value_error: &'a dyn Fn(&'static str, String, &'static str) -> ConfigError,
 }
 
 impl Bounds<'_> {
@@ -19,7 +19,7 @@ impl Bounds<'_> {
         takes: &'static str,
         fine: bool,
     ) -> Result<(), ConfigError> {
-        if fine { Ok(()) } else { Err((self.refused)(key, found, takes)) }
+        if fine { Ok(()) } else { Err((self.value_error)(key, found, takes)) }
     }
 
     /// Returns the path if it is absolute.

@@ -48,11 +48,11 @@ fn rlimit(
     const KEY: &str = "containers.rlimits";
     let takes = "a limit of setrlimit(2) such as nofile = [1024, 524288], soft and hard; -1: none";
     let number = |number: i64| if number == -1 { Some(u64::MAX) } else { u64::try_from(number).ok() };
-    let of = format!("RLIMIT_{}", name.to_uppercase());
-    let known = RLIMITS.contains(&of.as_str());
+    let oci_name = format!("RLIMIT_{}", name.to_uppercase());
+    let known = RLIMITS.contains(&oci_name.as_str());
     match (number(soft), number(hard)) {
-        (Some(low), Some(high)) if known && low <= high => Ok((of, [low, high])),
-        _ => Err((bounds.refused)(KEY, format!("{name} = [{soft}, {hard}]"), takes)),
+        (Some(low), Some(high)) if known && low <= high => Ok((oci_name, [low, high])),
+        _ => Err((bounds.value_error)(KEY, format!("{name} = [{soft}, {hard}]"), takes)),
     }
 }
 

@@ -34,8 +34,8 @@ impl RawHandler {
 
 // Implemented by hand, because the errors of an untagged enum do not say what is wrong.
 impl<'de> Deserialize<'de> for RawHandler {
-    fn deserialize<D: Deserializer<'de>>(of: D) -> Result<Self, D::Error> {
-        of.deserialize_any(Written)
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(Written)
     }
 }
 

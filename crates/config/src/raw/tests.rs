@@ -26,6 +26,7 @@ fn the_explained_default_has_every_key() {
     let tables = [
         "vm",
         "templates",
+        "checkpoints",
         "pool",
         "handlers",
         "rootfs",
@@ -41,6 +42,7 @@ fn the_explained_default_has_every_key() {
         "",
         "vm",
         "templates",
+        "checkpoints",
         "pool",
         "rootfs",
         "volumes",
@@ -189,6 +191,9 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         ("[vm]\nboot_timeout = -1.0", "vm.boot_timeout"),
         ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
         ("[templates]\nmax = 0", "templates.max"),
+        ("[checkpoints]\nmax_mib = 0", "checkpoints.max_mib"),
+        ("[checkpoints]\nmax_age_hours = 87601", "checkpoints.max_age_hours"),
+        ("[checkpoints]\nshare_from = [\"a/b\"]", "checkpoints.share_from"),
         ("[pool]\nmax = 2\nmin = 3", "pool.min"),
         ("[templates]\nenabled = false\n[pool]\nmax = 8", "pool.max"),
         ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
@@ -223,12 +228,21 @@ fn reserved_cpus_are_a_list_of_cpus() {
 
 #[test]
 fn huge_pages_are_for_hosts_without_a_pool() {
-    let with = |pool: &str| parse(&format!("{pool}[placement]\nhuge_pages = true"));
+    let parse_with_pool = |pool: &str| parse(&format!("{pool}[placement]\nhuge_pages = true"));
     assert!(!parse("").unwrap().placement.huge_pages);
-    assert!(with("").unwrap().placement.huge_pages);
-    let error = with("[pool]\nmax = 2\n").unwrap_err().to_string();
+    assert!(parse_with_pool("").unwrap().placement.huge_pages);
+    let error = parse_with_pool("[pool]\nmax = 2\n").unwrap_err().to_string();
     assert!(error.contains("line 4") && error.contains("placement.huge_pages is true"), "{error}");
     assert!(error.contains("pool.max"), "{error}");
+}
+
+#[test]
+fn checkpoints_stay_for_ever_and_in_their_namespaces_unless_told_otherwise() {
+    let checkpoints = |keys: &str| parse(&format!("[checkpoints]\n{keys}")).unwrap().checkpoints;
+    assert_eq!((checkpoints("").max_age, checkpoints("max_age_hours = 0").max_age), (None, None));
+    let config = checkpoints("max_mib = 2\nmax_age_hours = 2\nshare_from = [\"golden\"]");
+    assert_eq!((config.most_bytes, config.max_age.unwrap().as_secs()), (2 << 20, 7200));
+    assert_eq!(config.share_from, ["golden"]);
 }
 
 #[test]
@@ -236,13 +250,13 @@ fn traces_go_to_one_collector_or_nowhere() {
     assert_eq!(parse("[traces]\nsampling_ratio = 0.5").unwrap().traces, None);
     let traces = parse("[traces]\nendpoint = \"http://127.0.0.1:4317\"").unwrap().traces.unwrap();
     assert_eq!((traces.endpoint.as_str(), traces.sampling_ratio), ("http://127.0.0.1:4317", 1.0));
-    for (bad, said) in [
+    for (bad, expected) in [
         ("endpoint = \"https://collector:4317\"", "without TLS"),
         ("endpoint = \"127.0.0.1:4317\"", "traces.endpoint"),
         ("sampling_ratio = 1.5", "traces.sampling_ratio is 1.5, expected 0 to 1"),
         ("sampling = 1", "sampling_ratio"),
     ] {
         let error = parse(&format!("[traces]\n{bad}")).unwrap_err().to_string();
-        assert!(error.contains(said) && error.contains("line 2"), "{error}");
+        assert!(error.contains(expected) && error.contains("line 2"), "{error}");
     }
 }

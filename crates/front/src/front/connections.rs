@@ -63,7 +63,8 @@ impl Front<'_> {
         // The connection is recorded before it exists: if this process is killed meanwhile, the next one has it.
         let number = self.next_connection;
         self.next_connection += 1;
-        self.journal.add(&Record::Connection { id: number, of: files.held(reserved.as_raw_fd()) });
+        self.journal
+            .add(&Record::Connection { id: number, connection: files.description(reserved.as_raw_fd()) });
         pass(format_args!("the front is about to accept a connection"));
         let listener = listener.as_raw_fd();
         // SAFETY: the kernel has just created the descriptor, and it has no other owner.
@@ -80,7 +81,7 @@ impl Front<'_> {
             }
         };
         pass(format_args!("the front has accepted a connection"));
-        self.starved = false;
+        self.has_logged_exhaustion = false;
         // The socket has mode 0600 in a directory with 0700; this check holds even if these were changed.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
@@ -94,7 +95,7 @@ impl Front<'_> {
     /// Waits a while before accepting again: the client keeps waiting, and epoll would report it forever.
     fn starve(&mut self, error: &io::Error) {
         self.pause_accepting();
-        if !mem::replace(&mut self.starved, true) {
+        if !mem::replace(&mut self.has_logged_exhaustion, true) {
             log!(
                 "cannot accept task connections: {error}; raise the limit of open files \
                  (LimitNOFILE= of the service)"
@@ -131,7 +132,7 @@ impl Front<'_> {
         if let Err(error) = linking() {
             // The connection keeps its requests until it can be linked: if it were closed, containerd would take its
             // container for dead.
-            if !mem::replace(&mut self.starved, true) {
+            if !mem::replace(&mut self.has_logged_exhaustion, true) {
                 log!("cannot link task connections to the worker: {error}");
             }
             self.relink = Some(Instant::now() + RELINK);
@@ -160,7 +161,7 @@ impl Front<'_> {
         let Some((request, connection)) = suspects.min() else {
             self.trial = None;
             // A suspect without a link is found again when it is linked.
-            self.suspects = self.relink.is_some();
+            self.has_suspects = self.relink.is_some();
             return;
         };
         self.trial = Some(Trial { connection, request, until: Instant::now() + TRIAL });
@@ -185,31 +186,31 @@ impl Front<'_> {
 
     pub(super) fn serve(&mut self, number: u64, link: bool, events: EpollFlags) {
         let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
-        let gone = EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP;
+        let closed = EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP;
         let side = if link {
             let mut side = Side::Open;
-            if events.intersects(EpollFlags::EPOLLIN | gone) {
+            if events.intersects(EpollFlags::EPOLLIN | closed) {
                 side = connection.read_link(&mut self.scratch);
             }
             if side != Side::Gone {
                 side = connection.flush_link();
             }
             if side == Side::Gone {
-                return self.link_gone(number);
+                return self.link_closed(number);
             }
             let side = connection.flush_client();
             connection.shorten(&mut self.journal);
             side
         } else {
             let mut side = Side::Open;
-            if connection.link().is_none() && events.intersects(gone) {
+            if connection.link().is_none() && events.intersects(closed) {
                 side = Side::Gone;
-            } else if events.intersects(EpollFlags::EPOLLIN | gone) {
+            } else if events.intersects(EpollFlags::EPOLLIN | closed) {
                 side = connection.read_client(&mut self.scratch, &mut self.numbers, &mut self.journal);
             }
             match side {
                 Side::Gone => side,
-                _ if connection.flush_link() == Side::Gone => return self.link_gone(number),
+                _ if connection.flush_link() == Side::Gone => return self.link_closed(number),
                 _ => connection.flush_client(),
             }
         };
@@ -217,12 +218,12 @@ impl Front<'_> {
     }
 
     /// Handles a link that the worker has closed. Most likely the worker has exited, which will be noticed soon.
-    pub(super) fn link_gone(&mut self, number: u64) {
+    pub(super) fn link_closed(&mut self, number: u64) {
         let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
         connection.cut_link();
         let side = connection.flush_client();
         self.settle(number, side);
-        if !self.ending && !self.replacing {
+        if !self.is_ending && !self.is_replacing {
             self.relink.get_or_insert(Instant::now() + RELINK);
         }
     }

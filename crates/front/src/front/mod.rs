@@ -30,7 +30,7 @@ use sandboxer_base::failpoint::{fail, pass};
 
 use crate::{
     connection::{Connection, Numbers},
-    journal::{Held, Journal, JournalError},
+    journal::{Journal, JournalError, RecordedState},
     keeper,
     log::log,
     memory_file::MemoryFile,
@@ -188,7 +188,7 @@ pub fn resume(
 /// Checks that [`resume`] would understand this journal.
 pub fn check(journal: OwnedFd) -> Result<(), FrontError> {
     let journal = MemoryFile::from(Stored::not_yet(journal));
-    Held::of(&journal.content().map_err(system("read the journal"))?)?;
+    RecordedState::parse(&journal.content().map_err(system("read the journal"))?)?;
     Ok(())
 }
 
@@ -248,17 +248,17 @@ struct Front<'a> {
     relink: Option<Instant>,
     back_off: BackOff,
     was_ready: bool,
-    ending: bool,
-    replacing: bool,
-    kept: BTreeMap<String, Entry>,
+    is_ending: bool,
+    is_replacing: bool,
+    entries: BTreeMap<String, Entry>,
     files: Files,
     listener: Option<Rc<Stored>>,
     /// The time at which accepting is resumed after a lack of descriptors.
     accept_again: Option<Instant>,
     /// Whether the lack of descriptors was logged.
-    starved: bool,
+    has_logged_exhaustion: bool,
     /// Whether some requests are suspects, which are sent one by one.
-    suspects: bool,
+    has_suspects: bool,
     trial: Option<Trial>,
     connections: BTreeMap<u64, Linked>,
     next_connection: u64,
@@ -296,15 +296,15 @@ impl<'a> Front<'a> {
             relink: None,
             back_off: BackOff::default(),
             was_ready: false,
-            ending: false,
-            replacing: false,
-            kept: BTreeMap::new(),
+            is_ending: false,
+            is_replacing: false,
+            entries: BTreeMap::new(),
             files: Files::default(),
             listener: None,
             accept_again: None,
-            starved: false,
+            has_logged_exhaustion: false,
             // Requests with which workers have died are sent one by one.
-            suspects: true,
+            has_suspects: true,
             trial: None,
             connections: BTreeMap::new(),
             next_connection: CONNECTIONS / 2,
@@ -358,11 +358,11 @@ impl<'a> Front<'a> {
             if let Some(code) = self.do_what_is_due()? {
                 return Ok(code);
             }
-            if self.suspects {
+            if self.has_suspects {
                 self.send_suspect();
             }
             // The worker of an earlier front was killed with that front.
-            if self.ending && self.worker.as_ref().is_none_or(Worker::is_orphan) {
+            if self.is_ending && self.worker.as_ref().is_none_or(Worker::is_orphan) {
                 return Ok(0);
             }
             if self.journal.is_long() {
@@ -377,7 +377,7 @@ impl<'a> Front<'a> {
     /// Does the work that is due; returns an exit code if the front must exit.
     fn do_what_is_due(&mut self) -> Result<Option<u8>, FrontError> {
         let now = Instant::now();
-        if !self.ending && self.due.is_some_and(|due| due <= now) {
+        if !self.is_ending && self.due.is_some_and(|due| due <= now) {
             self.due = None;
             if let Err(source) = self.start_worker() {
                 let program = self.work.program;
@@ -427,7 +427,7 @@ impl<'a> Front<'a> {
             match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
                 Ok(Ok(Signal::SIGTERM | Signal::SIGINT)) => {
                     store::tell("STOPPING=1");
-                    self.ending = true;
+                    self.is_ending = true;
                 }
                 Ok(Ok(Signal::SIGHUP)) => {
                     if let Some(why) = self.unfit() {
@@ -435,7 +435,7 @@ impl<'a> Front<'a> {
                         self.reloaded(format!("nothing was reloaded: {why}"));
                         continue;
                     }
-                    self.replacing = true;
+                    self.is_replacing = true;
                 }
                 _ => continue,
             }

@@ -22,7 +22,7 @@ use sandboxer_base::failpoint::{fail, pass};
 use super::{CONTROL, Entry, Front, FrontError, Work, at, system};
 use crate::{
     connection::{Connection, Numbers, Side},
-    journal::{Held, HeldEntry, Journal, Pipe, Record},
+    journal::{Journal, Pipe, Record, RecordedEntry, RecordedState},
     log::log,
     memory_file::MemoryFile,
     store::{self, Left, Stored},
@@ -44,44 +44,45 @@ impl<'a> Front<'a> {
         at("the front takes over the journal", "take over the journal")?;
         // SAFETY: the descriptor is open, and was left for this process.
         let mut journal = MemoryFile::from(unsafe { Stored::taken(journal) });
-        let mut held = Held::of(&journal.content().map_err(system("read the journal"))?)?;
-        let again = held.generation == 0;
-        if !again {
-            journal.is_journal(held.generation);
+        let mut recorded = RecordedState::parse(&journal.content().map_err(system("read the journal"))?)?;
+        let needs_storing = recorded.generation == 0;
+        if !needs_storing {
+            journal.mark_as_journal(recorded.generation);
         }
-        let lost = held.drop_what_is_not(is_open)?;
-        let mut taken = Taken { again, known: BTreeMap::new() };
-        let [read, write] = held.basics.pipe;
+        let lost = recorded.drop_what_is_not(is_open)?;
+        let mut taken = Taken { needs_storing, known: BTreeMap::new() };
+        let [read, write] = recorded.basics.pipe;
         let pipe = Pipe { read: taken.alone(read), write: taken.alone(write) };
-        let mut journal = Journal::reopen(journal, &held, pipe).map_err(system("take over the journal"))?;
+        let mut journal =
+            Journal::reopen(journal, &recorded, pipe).map_err(system("take over the journal"))?;
         lost.iter().for_each(|record| journal.add(record));
-        if again {
+        if needs_storing {
             journal.shorten().map_err(system("write the journal"))?;
         }
-        let mut front = Self::new(work, journal, held.basics.identity.clone())?;
-        let numbers = held.descriptors().collect();
-        front.take_over(held, &mut taken)?;
+        let mut front = Self::new(work, journal, recorded.basics.identity.clone())?;
+        let numbers = recorded.descriptors().collect();
+        front.take_over(recorded, &mut taken)?;
         Ok((front, numbers))
     }
 
-    fn take_over(&mut self, held: Held, taken: &mut Taken) -> Result<(), FrontError> {
-        self.was_ready = held.basics.was_ready;
-        self.reloads = (held.basics.reloads, held.basics.stayed);
-        self.numbers = Numbers::starting_at(held.basics.next_request);
-        for (key, HeldEntry { note, fds }) in held.entries {
+    fn take_over(&mut self, recorded: RecordedState, taken: &mut Taken) -> Result<(), FrontError> {
+        self.was_ready = recorded.basics.was_ready;
+        self.reloads = (recorded.basics.reloads, recorded.basics.stayed);
+        self.numbers = Numbers::starting_at(recorded.basics.next_request);
+        for (key, RecordedEntry { note, fds }) in recorded.entries {
             at("the front takes over an entry", "take over an entry")?;
             let fds: Vec<_> = fds.into_iter().map(|fd| taken.shared(fd, &mut self.files)).collect();
-            if let Some(listener) = fds.first().filter(|_| key == held.listener) {
+            if let Some(listener) = fds.first().filter(|_| key == recorded.listener) {
                 self.listen(listener.clone());
             }
-            self.kept.insert(key, Entry { note, fds });
+            self.entries.insert(key, Entry { note, fds });
         }
-        for (number, of) in held.connections {
-            let files = of.fds.map(|fd| taken.alone(fd));
+        for (number, recorded) in recorded.connections {
+            let files = recorded.fds.map(|fd| taken.alone(fd));
             let (journal, numbers) = (&mut self.journal, &mut self.numbers);
             pass(format_args!("the front takes over a connection"));
             let reopened = fail(format_args!("the front takes over a connection"))
-                .and_then(|()| Connection::reopen(number, files, &of, journal, numbers));
+                .and_then(|()| Connection::reopen(number, files, &recorded, journal, numbers));
             self.next_connection = self.next_connection.max(number + 1);
             match reopened {
                 Ok(connection) => self.watch(number, connection),
@@ -93,8 +94,8 @@ impl<'a> Front<'a> {
             }
             self.settle(number, Side::Open);
         }
-        if let Some(control) = held.worker {
-            self.take_orphan(held.process, taken.alone(control))?;
+        if let Some(control) = recorded.worker {
+            self.take_orphan(recorded.process, taken.alone(control))?;
         }
         if self.was_ready {
             // The front serves already: clients wait for the next worker.
@@ -121,7 +122,7 @@ impl<'a> Front<'a> {
 /// The descriptors of the previous front.
 struct Taken {
     /// Whether the descriptors are not in the store: a build without a store left them.
-    again: bool,
+    needs_storing: bool,
     /// The descriptors that several entries may name.
     known: BTreeMap<RawFd, Rc<Stored>>,
 }
@@ -130,7 +131,7 @@ impl Taken {
     fn alone(&self, fd: RawFd) -> Stored {
         // SAFETY: the journal names the descriptor for one purpose, its former owner is gone, and it is open.
         let mut stored = unsafe { Stored::taken(fd) };
-        if self.again {
+        if self.needs_storing {
             stored.store();
         }
         stored

@@ -48,7 +48,7 @@ impl Front<'_> {
         };
         pass(format_args!("the front has started a worker"));
         drop(theirs);
-        for (key, entry) in &self.kept {
+        for (key, entry) in &self.entries {
             worker.queue(Kind::Kept, key, &entry.note, entry.fds.clone());
         }
         let (reloads, stayed) = &self.reloads;
@@ -128,16 +128,16 @@ impl Front<'_> {
         match kind {
             Kind::Keep => {
                 let fds: Vec<_> = fds.into_iter().map(|fd| self.files.store(fd)).collect();
-                self.record_kept(&key, &note, fds.iter().map(AsRawFd::as_raw_fd).collect());
+                self.record_entry(&key, &note, fds.iter().map(AsRawFd::as_raw_fd).collect());
                 if let Some(listener) = fds.first().filter(|_| key.starts_with(TASK_LISTENER)) {
                     self.listen(listener.clone());
                 }
-                self.kept.insert(key, Entry { note, fds });
+                self.entries.insert(key, Entry { note, fds });
             }
             Kind::Forget => {
-                if self.kept.contains_key(&key) {
+                if self.entries.contains_key(&key) {
                     self.journal.add(&Record::Forgotten(key.clone()));
-                    self.kept.remove(&key);
+                    self.entries.remove(&key);
                 }
             }
             Kind::Open => self.open(key, note, fds),
@@ -193,15 +193,16 @@ impl Front<'_> {
                 OFlag::from_bits_truncate(open) & OFlag::O_ACCMODE == flags & OFlag::O_ACCMODE
             })
         };
-        let mut kept = self.kept.get(&key).into_iter().flat_map(|entry| &entry.fds);
-        if let Some(known) = self.files.of(named).find(|known| kept.any(|kept| Rc::ptr_eq(kept, known)))
+        let mut of_entry = self.entries.get(&key).into_iter().flat_map(|entry| &entry.fds);
+        if let Some(known) =
+            self.files.of_same_file(named).find(|known| of_entry.any(|fd| Rc::ptr_eq(fd, known)))
             && wanted(&known)
         {
             return Ok(known);
         }
         let number =
             Reserved::new().map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or_default()))?;
-        self.record_kept(&key, &note, vec![number.as_raw_fd()]);
+        self.record_entry(&key, &note, vec![number.as_raw_fd()]);
         pass(format_args!("the front is about to open a FIFO"));
         let path = format!("/proc/self/fd/{}", named.as_raw_fd());
         let opened = number.fill(|| open(path.as_str(), flags, Mode::empty()));
@@ -209,18 +210,18 @@ impl Front<'_> {
         match opened {
             Ok(opened) => {
                 let opened = self.files.add(opened);
-                self.kept.insert(key, Entry { note, fds: vec![opened.clone()] });
+                self.entries.insert(key, Entry { note, fds: vec![opened.clone()] });
                 Ok(opened)
             }
             Err(error) => {
                 self.journal.add(&Record::Forgotten(key.clone()));
-                self.kept.remove(&key);
+                self.entries.remove(&key);
                 Err(error)
             }
         }
     }
 
-    fn record_kept(&mut self, key: &str, note: &[u8], fds: Vec<RawFd>) {
+    fn record_entry(&mut self, key: &str, note: &[u8], fds: Vec<RawFd>) {
         self.journal.add(&Record::Kept { key: key.to_owned(), note: note.to_vec(), fds });
     }
 
@@ -248,16 +249,16 @@ impl Front<'_> {
         }
         self.relink = None;
         self.trial = None;
-        self.suspects = true;
-        let died = !self.ending && !self.replacing;
+        self.has_suspects = true;
+        let died = !self.is_ending && !self.is_replacing;
         let numbers: Vec<_> = self.connections.keys().copied().collect();
         for number in numbers {
             if let Some(linked) = self.connections.get_mut(&number) {
-                linked.connection.worker_gone(&mut self.scratch, died, &mut self.journal);
+                linked.connection.worker_exited(&mut self.scratch, died, &mut self.journal);
             }
             self.settle(number, Side::Open);
         }
-        if self.ending {
+        if self.is_ending {
             return Some(0);
         }
         if let Some(code) =
@@ -265,7 +266,7 @@ impl Front<'_> {
         {
             return Some(u8::try_from(code).unwrap_or(1));
         }
-        let pause = if mem::take(&mut self.replacing) {
+        let pause = if mem::take(&mut self.is_replacing) {
             self.upgrade();
             Duration::ZERO
         } else {

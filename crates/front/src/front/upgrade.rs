@@ -29,7 +29,7 @@ use sandboxer_base::failpoint::pass;
 use super::Front;
 use crate::{
     control::NEEDS,
-    journal::{Held, Record},
+    journal::{Record, RecordedState},
     keeper::strings,
     log::log,
     store::{self, LOTS},
@@ -41,7 +41,7 @@ use crate::{
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The most bytes that the worker's program tells.
-const MAX_TOLD: usize = 256;
+const MAX_SUPPORTED_BYTES: usize = 256;
 
 /// The reason why the front was not replaced.
 #[derive(Debug, thiserror::Error)]
@@ -66,19 +66,19 @@ impl Front<'_> {
 
     /// Returns why the worker must not be replaced: what its entries need, the installed program does not support.
     pub(super) fn unfit(&self) -> Option<String> {
-        let needs = self.kept.iter().filter(|(key, _)| key.split(' ').next() == Some(NEEDS));
+        let needs = self.entries.iter().filter(|(key, _)| key.split(' ').next() == Some(NEEDS));
         let notes: Vec<_> = needs.map(|(_, entry)| entry.note.as_slice()).collect();
         if notes.is_empty() {
             return None;
         }
-        match self.told() {
-            Ok(told) => (self.work.build.unfit)(told.as_deref(), &notes),
+        match self.supported() {
+            Ok(supported) => (self.work.build.unfit)(supported.as_deref(), &notes),
             Err(error) => Some(format!("{:?} does not tell what it supports: {error}", self.work.program)),
         }
     }
 
     /// Returns what the installed program of the worker tells that it supports; `None`: it exited with an error.
-    fn told(&self) -> Result<Option<Vec<u8>>, UpgradeError> {
+    fn supported(&self) -> Result<Option<Vec<u8>>, UpgradeError> {
         let failed = |error: io::Error| UpgradeError::System("receive what it tells", error);
         // A file, not a pipe: a process that the program leaves behind may hold a pipe open.
         let file = memfd_create(c"sandboxer-told", MFdFlags::MFD_CLOEXEC).map(File::from);
@@ -87,9 +87,9 @@ impl Front<'_> {
         command.arg(&self.work.build.tell).stdin(Stdio::null()).stderr(Stdio::null());
         command.stdout(file.try_clone().map_err(failed)?);
         let status = run(command)?;
-        let mut told = [0; MAX_TOLD];
-        let length = file.read_at(&mut told, 0).map_err(failed)?;
-        Ok(status.success().then(|| told[..length].to_vec()))
+        let mut output = [0; MAX_SUPPORTED_BYTES];
+        let length = file.read_at(&mut output, 0).map_err(failed)?;
+        Ok(status.success().then(|| output[..length].to_vec()))
     }
 
     /// Records the result of a reload: why the front was not replaced; empty: it was.
@@ -104,10 +104,11 @@ impl Front<'_> {
         pass(format_args!("the front has shortened its journal"));
         self.check()?;
         let bytes = self.journal.file().content().map_err(failed("read the journal"))?;
-        let held = Held::of(&bytes).map_err(|error| failed("read the journal")(io::Error::other(error)))?;
+        let recorded = RecordedState::parse(&bytes)
+            .map_err(|error| failed("read the journal")(io::Error::other(error)))?;
         let journal = self.journal.file().as_raw_fd();
         let (lots, of_lots) = store::pass_on();
-        let all: Vec<_> = held.descriptors().chain([journal]).chain(of_lots).collect();
+        let all: Vec<_> = recorded.descriptors().chain([journal]).chain(of_lots).collect();
         let inherit = |flags| {
             for fd in &all {
                 // SAFETY: the descriptor is open: the journal names only open descriptors.

@@ -26,7 +26,7 @@ use sandboxer_base::failpoint::pass;
 use crate::{control::TASK_LISTENER, log::log, memory_file::MemoryFile, store::Stored};
 
 use record::Rest;
-pub use record::{Basics, HeldConnection, HeldRequest, JournalError, Record};
+pub use record::{Basics, JournalError, Record, RecordedConnection, RecordedRequest};
 
 /// The first bytes of a journal.
 const MAGIC: &[u8; 8] = b"sbxfront";
@@ -67,7 +67,7 @@ pub struct Pipe {
 
 /// The state that is recorded in a journal.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct RecordedState {
     /// The part of the state that is in no other field.
     pub basics: Basics,
     /// The connection whose bytes may be in the pipe.
@@ -79,9 +79,9 @@ pub struct Held {
     /// The key of the entry whose first descriptor is the task listener; empty: there is none.
     pub listener: String,
     /// The entries that workers keep at the front.
-    pub entries: BTreeMap<String, HeldEntry>,
+    pub entries: BTreeMap<String, RecordedEntry>,
     /// The task connections.
-    pub connections: BTreeMap<u64, HeldConnection>,
+    pub connections: BTreeMap<u64, RecordedConnection>,
     /// The journal's generation.
     pub generation: u32,
     /// The offset of the end of the last whole record.
@@ -90,7 +90,7 @@ pub struct Held {
 
 /// An entry that a worker keeps at the front under a key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HeldEntry {
+pub struct RecordedEntry {
     /// The worker's data.
     pub note: Vec<u8>,
     /// The descriptors of the entry.
@@ -110,10 +110,10 @@ impl Journal {
     }
 
     /// Continues a journal with this state, behind its last whole record.
-    pub fn reopen(file: MemoryFile, held: &Held, pipe: Pipe) -> io::Result<Self> {
-        let (end, generation) = (held.end, held.generation);
+    pub fn reopen(file: MemoryFile, recorded: &RecordedState, pipe: Pipe) -> io::Result<Self> {
+        let (end, generation) = (recorded.end, recorded.generation);
         file.cut(end)?;
-        Ok(Self { file, generation, end, least: end, reading: held.reading, pipe })
+        Ok(Self { file, generation, end, least: end, reading: recorded.reading, pipe })
     }
 
     /// Returns the journal's file.
@@ -167,9 +167,9 @@ impl Journal {
 
     /// Replaces all records atomically by records of the current state.
     pub fn shorten(&mut self) -> io::Result<()> {
-        let held = Held::of(&self.file.content()?).map_err(io::Error::other)?;
+        let recorded = RecordedState::parse(&self.file.content()?).map_err(io::Error::other)?;
         let generation = self.generation.wrapping_add(1).max(FIRST);
-        let (mut file, end) = written(generation, self.reading, &held.records())?;
+        let (mut file, end) = written(generation, self.reading, &recorded.records())?;
         file.store_journal(generation);
         pass(format_args!("the front has two journals"));
         self.file.replace(file)?;
@@ -188,9 +188,9 @@ fn written(generation: u32, reading: u64, records: &[Record]) -> io::Result<(Mem
     Ok((file, bytes.len() as u64))
 }
 
-impl Held {
+impl RecordedState {
     /// Reads a journal.
-    pub fn of(bytes: &[u8]) -> Result<Self, JournalError> {
+    pub fn parse(bytes: &[u8]) -> Result<Self, JournalError> {
         let mut rest = Rest(bytes.strip_prefix(MAGIC).ok_or(JournalError::Foreign)?);
         match rest.number()? {
             VERSION => {}
@@ -199,18 +199,19 @@ impl Held {
         let reading = bytes.get(READING..RECORDS).and_then(<[u8]>::first_chunk);
         let reading = u64::from_be_bytes(*reading.ok_or(JournalError::Damaged("it ends too early"))?);
         let generation = Rest(&bytes[GENERATION..]).number()?;
-        let (mut held, mut rest) = (Self { reading, generation, ..Self::default() }, Rest(&bytes[RECORDS..]));
+        let (mut recorded, mut rest) =
+            (Self { reading, generation, ..Self::default() }, Rest(&bytes[RECORDS..]));
         // The last record may be incomplete: the front was killed while it wrote the record, and has not acted on it.
         while let Ok(record) = rest.blob() {
-            held.end = (bytes.len() - rest.0.len()) as u64;
+            recorded.end = (bytes.len() - rest.0.len()) as u64;
             if let Some(record) = Record::read(record)? {
-                held.apply(record);
+                recorded.apply(record);
             }
         }
-        if held.basics.pipe == [0; 2] {
+        if recorded.basics.pipe == [0; 2] {
             return Err(JournalError::Damaged("it does not begin with the front"));
         }
-        Ok(held)
+        Ok(recorded)
     }
 
     fn apply(&mut self, record: Record) {
@@ -221,22 +222,23 @@ impl Held {
                 if key.starts_with(TASK_LISTENER) && !fds.is_empty() {
                     self.listener.clone_from(&key);
                 }
-                self.entries.insert(key, HeldEntry { note, fds });
+                self.entries.insert(key, RecordedEntry { note, fds });
             }
             Record::Forgotten(key) => drop(self.entries.remove(&key)),
             Record::Worker(control) => (self.worker, self.process) = (control, None),
             Record::Process(process) => self.process = Some(process),
-            Record::Connection { id, of } => drop(self.connections.insert(id, of)),
+            Record::Connection { id, connection } => drop(self.connections.insert(id, connection)),
             Record::Closed(id) => drop(self.connections.remove(&id)),
             Record::Request { connection, stream, number } => {
                 self.basics.next_request = number.wrapping_add(2);
                 if let Some(connection) = self.connections.get_mut(&connection) {
-                    connection.requests.insert(stream, HeldRequest { number, deaths: 0 });
+                    connection.requests.insert(stream, RecordedRequest { number, deaths: 0 });
                 }
             }
             Record::Deaths { connection, stream, deaths } => {
                 let connection = self.connections.get_mut(&connection);
-                if let Some(request) = connection.and_then(|of| of.requests.get_mut(&stream)) {
+                if let Some(request) = connection.and_then(|connection| connection.requests.get_mut(&stream))
+                {
                     request.deaths = deaths;
                 }
             }
@@ -274,7 +276,7 @@ impl Held {
     /// Returns records of this state.
     pub fn records(&self) -> Vec<Record> {
         let mut records = vec![Record::Front(self.basics.clone()), Record::Worker(self.worker)];
-        let kept = |(key, entry): (&String, &HeldEntry)| Record::Kept {
+        let of_entry = |(key, entry): (&String, &RecordedEntry)| Record::Kept {
             key: key.clone(),
             note: entry.note.clone(),
             fds: entry.fds.clone(),
@@ -283,17 +285,20 @@ impl Held {
         // The listener comes last of the entries.
         let (listener, others): (Vec<_>, Vec<_>) =
             self.entries.iter().partition(|(key, _)| **key == self.listener);
-        records.extend(others.into_iter().chain(listener).map(kept));
-        records
-            .extend(self.connections.iter().map(|(id, of)| Record::Connection { id: *id, of: of.clone() }));
+        records.extend(others.into_iter().chain(listener).map(of_entry));
+        records.extend(
+            self.connections
+                .iter()
+                .map(|(id, connection)| Record::Connection { id: *id, connection: connection.clone() }),
+        );
         records
     }
 
     /// Returns all descriptors that the state names.
     pub fn descriptors(&self) -> impl Iterator<Item = RawFd> {
-        let kept = self.entries.values().flat_map(|entry| entry.fds.iter().copied());
+        let entries = self.entries.values().flat_map(|entry| entry.fds.iter().copied());
         let connections = self.connections.values().flat_map(|connection| connection.fds);
-        self.basics.pipe.into_iter().chain(self.worker).chain(kept).chain(connections)
+        self.basics.pipe.into_iter().chain(self.worker).chain(entries).chain(connections)
     }
 }
 

@@ -35,7 +35,7 @@ pub enum Record {
         /// The connection's number, which no other connection of this front has.
         id: u64,
         /// The connection's descriptors and requests.
-        of: HeldConnection,
+        connection: RecordedConnection,
     },
     /// The connection is closed.
     Closed(u64),
@@ -80,16 +80,16 @@ pub struct Basics {
 
 /// A task connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HeldConnection {
+pub struct RecordedConnection {
     /// The descriptors of the socket, and of the files with the bytes received from it and the responses to it.
     pub fds: [RawFd; 3],
     /// The requests by containerd's stream number. Some may have been answered.
-    pub requests: BTreeMap<u32, HeldRequest>,
+    pub requests: BTreeMap<u32, RecordedRequest>,
 }
 
 /// A request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct HeldRequest {
+pub struct RecordedRequest {
     /// The request's number in the front.
     pub number: u32,
     /// The number of workers that have died with the request.
@@ -161,9 +161,9 @@ impl Record {
             }
             Self::Forgotten(key) => blob(&mut bytes, key.as_bytes()),
             Self::Worker(control) => descriptor(&mut bytes, control.unwrap_or(-1)),
-            Self::Connection { id, of } => {
+            Self::Connection { id, connection } => {
                 bytes.extend(id.to_be_bytes());
-                of.write(&mut bytes);
+                connection.write(&mut bytes);
             }
             Self::Closed(id) => bytes.extend(id.to_be_bytes()),
             Self::Request { connection, stream, number: given } => {
@@ -195,7 +195,7 @@ impl Record {
             },
             4 => Self::Forgotten(rest.text()?),
             5 => Self::Worker(rest.descriptor().ok()),
-            6 => Self::Connection { id: rest.long()?, of: HeldConnection::read(&mut rest)? },
+            6 => Self::Connection { id: rest.long()?, connection: RecordedConnection::read(&mut rest)? },
             7 => Self::Closed(rest.long()?),
             8 => Self::Request { connection: rest.long()?, stream: rest.number()?, number: rest.number()? },
             9 => Self::Deaths { connection: rest.long()?, stream: rest.number()?, deaths: rest.byte()? },
@@ -228,7 +228,7 @@ impl Basics {
     }
 }
 
-impl HeldConnection {
+impl RecordedConnection {
     fn write(&self, bytes: &mut Vec<u8>) {
         self.fds.iter().for_each(|fd| descriptor(bytes, *fd));
         number(bytes, self.requests.len() as u32);
@@ -242,7 +242,8 @@ impl HeldConnection {
     fn read(rest: &mut Rest<'_>) -> Result<Self, JournalError> {
         let fds = [rest.descriptor()?, rest.descriptor()?, rest.descriptor()?];
         let count = rest.number()?;
-        let request = |_| Ok((rest.number()?, HeldRequest { number: rest.number()?, deaths: rest.byte()? }));
+        let request =
+            |_| Ok((rest.number()?, RecordedRequest { number: rest.number()?, deaths: rest.byte()? }));
         Ok(Self { fds, requests: (0..count).map(request).collect::<Result<_, _>>()? })
     }
 }

@@ -84,10 +84,10 @@ impl Left {
         }
     }
 
-    /// Closes the descriptors that are not in `kept`, and the journals except the generation `journal`; removes them
+    /// Closes the descriptors that are not in `retained`, and the journals except the generation `journal`; removes them
     /// from the store.
-    pub fn close_but(&self, kept: &BTreeSet<RawFd>, journal: Option<u32>) {
-        self.numbers.difference(kept).copied().for_each(close);
+    pub fn close_but(&self, retained: &BTreeSet<RawFd>, journal: Option<u32>) {
+        self.numbers.difference(retained).copied().for_each(close);
         for (generation, fd) in self.journals.iter().filter(|(generation, _)| Some(**generation) != journal) {
             remove_named(&format!("{JOURNAL}{generation}"));
             // SAFETY: nothing else owns the descriptor.

@@ -193,11 +193,11 @@ mod tests {
         check(&lot);
         // A message was sent, and the previous one not removed.
         let [_, write] = &lot.ends;
-        let gone = lot.numbers.pop_first().unwrap();
+        let removed = lot.numbers.pop_first().unwrap();
         sendmsg::<()>(write.as_raw_fd(), &[io::IoSlice::new(&[0])], &[], MsgFlags::empty(), None).unwrap();
         lot.numbers.clear();
         check(&lot);
-        lot.numbers.insert(gone);
+        lot.numbers.insert(removed);
         lot.publish().unwrap();
         check(&lot);
     }

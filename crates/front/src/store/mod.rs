@@ -158,14 +158,14 @@ fn send(text: &str, fds: &[RawFd]) -> Result<(), Errno> {
     let rights = ControlMessage::ScmRights(fds);
     // A child's message counts as the main process's, which lives longer.
     let me = UnixCredentials::new();
-    let of = libc::ucred { pid: main.as_raw(), uid: me.uid(), gid: me.gid() }.into();
-    let credentials = ControlMessage::ScmCredentials(&of);
-    let mut with = if fds.is_empty() { vec![credentials] } else { vec![credentials, rights] };
+    let sender = libc::ucred { pid: main.as_raw(), uid: me.uid(), gid: me.gid() }.into();
+    let credentials = ControlMessage::ScmCredentials(&sender);
+    let mut attached = if fds.is_empty() { vec![credentials] } else { vec![credentials, rights] };
     loop {
-        match sendmsg(socket.as_raw_fd(), &parts, &with, MsgFlags::MSG_NOSIGNAL, Some(address)) {
+        match sendmsg(socket.as_raw_fd(), &parts, &attached, MsgFlags::MSG_NOSIGNAL, Some(address)) {
             Err(Errno::EINTR) => {}
             // Only root may send in another process's name.
-            Err(Errno::EPERM) if with.len() > fds.len().min(1) => drop(with.remove(0)),
+            Err(Errno::EPERM) if attached.len() > fds.len().min(1) => drop(attached.remove(0)),
             sent => return sent.map(drop),
         }
     }
@@ -222,12 +222,12 @@ impl Stored {
 
     /// Puts the descriptor into the store as the journal of a generation.
     pub fn store_journal(&mut self, generation: u32) {
-        self.is_journal(generation);
+        self.mark_as_journal(generation);
         push_named(self.fd.as_raw_fd(), &format!("{JOURNAL}{generation}"));
     }
 
     /// Records that the descriptor is in the store as the journal of a generation.
-    pub fn is_journal(&mut self, generation: u32) {
+    pub fn mark_as_journal(&mut self, generation: u32) {
         self.name = Name::Journal(generation);
     }
 
@@ -280,7 +280,7 @@ impl Files {
     /// Puts a descriptor into the store, or returns the stored one of the same open file.
     pub fn store(&mut self, fd: OwnedFd) -> Rc<Stored> {
         let same = |known: &Rc<Stored>| is_same(known.as_raw_fd(), fd.as_raw_fd());
-        let known = self.of(&fd).find(same);
+        let known = self.of_same_file(&fd).find(same);
         known.unwrap_or_else(|| self.add(Stored::new(fd)))
     }
 
@@ -297,7 +297,7 @@ impl Files {
     }
 
     /// Returns the stored descriptors of the same file.
-    pub fn of(&self, fd: &impl AsFd) -> impl Iterator<Item = Rc<Stored>> {
+    pub fn of_same_file(&self, fd: &impl AsFd) -> impl Iterator<Item = Rc<Stored>> {
         let known = file(fd).and_then(|file| self.0.get(&file));
         known.into_iter().flatten().filter_map(Weak::upgrade)
     }

@@ -37,10 +37,10 @@ pub struct Front {
 
 impl Front {
     pub fn start() -> Self {
-        Self::with(|_| {})
+        Self::start_with(|_| {})
     }
 
-    pub fn with(change: impl FnOnce(&mut Command)) -> Self {
+    pub fn start_with(change: impl FnOnce(&mut Command)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         // A FIFO without a writer is opened at once.
@@ -150,7 +150,7 @@ impl Client {
         (frame.stream(), String::from_utf8_lossy(&frame.bytes()[HEADER..]).into_owned())
     }
 
-    pub fn told(&mut self, stream: u32, word: &str) -> String {
+    pub fn call(&mut self, stream: u32, word: &str) -> String {
         self.ask(stream, word);
         let (answered, words) = self.answer();
         assert_eq!(answered, stream);

@@ -81,7 +81,7 @@ fn main() -> ExitCode {
                 ),
                 ("half_an_answer_is_never_seen", half),
                 ("requests_that_wait_are_given_again_and_others_are_not", waiting),
-                ("what_a_worker_keeps_outlives_it_until_it_is_forgotten", kept),
+                ("what_a_worker_keeps_outlives_it_until_it_is_forgotten", keeps),
                 ("a_reload_changes_the_worker_and_an_end_ends_both", reload_and_end),
                 ("a_reload_changes_the_front_too_and_costs_nothing", upgraded),
                 ("a_front_that_cannot_be_executed_or_refuses_the_state_leaves_the_old_one", not_upgraded),
@@ -97,14 +97,14 @@ fn main() -> ExitCode {
                 ("a_killed_worker_that_no_signal_reaches_is_replaced", hanging),
                 ("a_reload_that_was_refused_is_forgotten", refused_reload),
                 ("a_worker_that_lacks_what_is_needed_takes_no_place", unfit),
-                ("what_is_kept_twice_is_closed_once_both_are_forgotten", kept_twice),
+                ("what_is_kept_twice_is_closed_once_both_are_forgotten", keeps_twice),
                 ("front_and_worker_end_with_their_keeper", keeper_killed),
                 ("a_first_worker_that_refuses_takes_the_front_along", refused),
                 ("a_request_that_ends_three_workers_is_answered_and_others_go_on", poisoned),
                 ("a_wait_is_no_request_that_ends_workers", waits),
                 ("requests_that_are_under_way_at_a_reload_are_no_suspects", reloads),
                 ("a_worker_that_answers_nothing_is_replaced", stopped),
-                ("a_log_that_is_gone_costs_its_lines", log_gone),
+                ("a_log_that_is_gone_costs_its_lines", lost_log),
                 ("a_log_that_nobody_reads_costs_its_lines", log_full),
                 ("without_descriptors_connections_wait_and_the_front_rests", starved),
                 ("a_client_that_speaks_rubbish_loses_its_own_connection", rubbish),
@@ -124,9 +124,9 @@ fn front(dir: &Path, state: Option<OwnedFd>) -> ExitCode {
         resume: "front-resume".into(),
         arguments: vec![dir.into()],
         tell: dir.join(SUPPORTED).into(),
-        unfit: |told, notes| {
-            let told = told.map(String::from_utf8_lossy);
-            (told.as_deref() != Some(NEEDED)).then(|| format!("it tells {told:?}, not {notes:?}"))
+        unfit: |supported, notes| {
+            let supported = supported.map(String::from_utf8_lossy);
+            (supported.as_deref() != Some(NEEDED)).then(|| format!("it tells {supported:?}, not {notes:?}"))
         },
     };
     let (program, worker) = (std::env::current_exe().unwrap(), ["worker".into(), dir.into()]);
@@ -148,19 +148,19 @@ fn descriptor(number: &OsString) -> OwnedFd {
 fn killed() -> Result<(), Failed> {
     let front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "hello"), "life 1");
-    assert_eq!(client.told(3, "die"), "life 2, repeated");
-    assert_eq!(client.told(5, "hello"), "life 2");
-    assert_eq!(client.told(7, "die"), "life 3, repeated");
-    assert_eq!(front.client().told(1, "hello"), "life 3");
+    assert_eq!(client.call(1, "hello"), "life 1");
+    assert_eq!(client.call(3, "die"), "life 2, repeated");
+    assert_eq!(client.call(5, "hello"), "life 2");
+    assert_eq!(client.call(7, "die"), "life 3, repeated");
+    assert_eq!(front.client().call(1, "hello"), "life 3");
     Ok(())
 }
 
 fn half() -> Result<(), Failed> {
     let front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "half"), "life 2, repeated");
-    assert_eq!(client.told(3, "hello"), "life 2");
+    assert_eq!(client.call(1, "half"), "life 2, repeated");
+    assert_eq!(client.call(3, "hello"), "life 2");
     Ok(())
 }
 
@@ -168,7 +168,7 @@ fn waiting() -> Result<(), Failed> {
     let front = Front::start();
     let (mut one, mut other) = (front.client(), front.client());
     one.ask(1, "wait");
-    assert_eq!(one.told(3, "hello"), "life 1");
+    assert_eq!(one.call(3, "hello"), "life 1");
     other.ask(1, "wait");
     other.ask(3, "die");
     let mut answered = vec![one.answer(), other.answer(), other.answer()];
@@ -178,14 +178,14 @@ fn waiting() -> Result<(), Failed> {
     Ok(())
 }
 
-fn kept() -> Result<(), Failed> {
+fn keeps() -> Result<(), Failed> {
     let mut front = Front::start();
     let mut client = front.client();
     let mut byte = [0];
-    assert_eq!(client.told(1, "die"), "life 2, repeated");
+    assert_eq!(client.call(1, "die"), "life 2, repeated");
     let still_open = front.fifo.read(&mut byte).unwrap_err();
     assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
-    assert_eq!(client.told(3, "forget"), "life 2");
+    assert_eq!(client.call(3, "forget"), "life 2");
     until("the pipe's end", || matches!(front.fifo.read(&mut byte), Ok(0)));
     Ok(())
 }
@@ -193,7 +193,7 @@ fn kept() -> Result<(), Failed> {
 fn reload_and_end() -> Result<(), Failed> {
     let mut front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     client.ask(3, "wait");
     front.signal(Signal::SIGHUP);
     assert_eq!(client.answer(), (3, "life 2, repeated".to_owned()));
@@ -211,8 +211,9 @@ fn role(front: &Front) -> String {
 
 /// Returns how many descriptors the front and its keeper have.
 fn descriptors(front: &Front) -> usize {
-    let of = |pid| std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(usize::MAX / 2, Iterator::count);
-    of(front.process.id().to_string()) + of(front.pid().to_string())
+    let open_files =
+        |pid| std::fs::read_dir(format!("/proc/{pid}/fd")).map_or(usize::MAX / 2, Iterator::count);
+    open_files(front.process.id().to_string()) + open_files(front.pid().to_string())
 }
 
 fn upgraded() -> Result<(), Failed> {
@@ -225,7 +226,7 @@ fn upgraded() -> Result<(), Failed> {
     let mut had = None;
     for life in 2..6 {
         client.ask(life * 2 + 1, "wait");
-        assert_eq!(client.told(101, "hello"), format!("life {}", life - 1), "the worker has the request");
+        assert_eq!(client.call(101, "hello"), format!("life {}", life - 1), "the worker has the request");
         let request = wire(life * 2 + 1, REQUEST, b"hello");
         let (now, later) = request.split_at(7 + usize::try_from(life)?);
         cut.stream.write_all(now)?;
@@ -236,7 +237,7 @@ fn upgraded() -> Result<(), Failed> {
         assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
         // Open while descriptors are counted, since one that closes is counted or not.
         let mut other = front.client();
-        assert_eq!(other.told(1, "hello"), format!("life {life}"), "it accepts no others");
+        assert_eq!(other.call(1, "hello"), format!("life {life}"), "it accepts no others");
         until("as many descriptors as before", || {
             *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
         });
@@ -263,7 +264,7 @@ fn not_upgraded() -> Result<(), Failed> {
             assert!(Command::new("install").args(["-m", "755"]).args([&text, &next]).status()?.success());
         }
         client.ask(life * 2 + 1, "wait");
-        assert_eq!(client.told(101, "hello"), format!("life {}", life - 1), "the worker has the request");
+        assert_eq!(client.call(101, "hello"), format!("life {}", life - 1), "the worker has the request");
         front.signal(Signal::SIGHUP);
         assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")), "{script:?}");
         assert_eq!(role(&front), "front", "{script:?}");
@@ -274,12 +275,12 @@ fn not_upgraded() -> Result<(), Failed> {
 fn front_killed() -> Result<(), Failed> {
     let mut front = Front::start();
     let (mut client, mut cut, mut holding) = (front.client(), front.client(), front.client());
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     holding.ask_method(1, "Hold");
     let mut had = None;
     for life in 2..12 {
         client.ask(life * 2 + 1, "wait");
-        assert_eq!(client.told(101 + life * 2, "hello"), format!("life {}", life - 1));
+        assert_eq!(client.call(101 + life * 2, "hello"), format!("life {}", life - 1));
         let request = wire(life * 2 + 1, REQUEST, b"hello");
         let (now, later) = request.split_at(usize::try_from(life)?);
         cut.stream.write_all(now)?;
@@ -289,7 +290,7 @@ fn front_killed() -> Result<(), Failed> {
         assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
         // Open while descriptors are counted, since one that closes is counted or not.
         let mut other = front.client();
-        assert_eq!(other.told(1, "hello"), format!("life {life}"), "it accepts no others");
+        assert_eq!(other.call(1, "hello"), format!("life {life}"), "it accepts no others");
         until("as many descriptors as before", || {
             *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
         });
@@ -320,16 +321,16 @@ fn fifo_loose() -> Result<(), Failed> {
     let points = tempfile::tempdir()?;
     let armed = points.path().join("armed");
     std::fs::write(&armed, "")?;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.env("SANDBOXER_FAILPOINTS", points.path());
     });
     let mut client = front.client();
-    assert_eq!(client.told(1, "forget"), "life 1");
+    assert_eq!(client.call(1, "forget"), "life 1");
     std::fs::write(&armed, "the front has opened a FIFO\n")?;
     front.kill();
-    assert!(client.told(3, "hello").starts_with("life 2"));
+    assert!(client.call(3, "hello").starts_with("life 2"));
     let reader = reader(&front);
-    assert_eq!(client.told(5, "open"), "life 3, repeated");
+    assert_eq!(client.call(5, "open"), "life 3, repeated");
     assert!(!reader.is_finished(), "the FIFO was closed");
     std::fs::File::options().write(true).open(front.dir.path().join("fifo"))?.write_all(b"x")?;
     assert_eq!(reader.join().unwrap(), b"x");
@@ -341,7 +342,7 @@ fn killed_at_random() -> Result<(), Failed> {
     const KILLS: u32 = 60;
     let front = Front::start();
     let done = std::sync::atomic::AtomicBool::new(false);
-    let asked: Vec<u32> = thread::scope(|scope| {
+    let requests: Vec<u32> = thread::scope(|scope| {
         let clients: Vec<_> = (0..4)
             .map(|_| {
                 let mut client = front.client();
@@ -351,9 +352,12 @@ fn killed_at_random() -> Result<(), Failed> {
                     while !done.load(std::sync::atomic::Ordering::Relaxed) {
                         // Of all lengths, also longer than a pipe's or a socket's buffer.
                         let words = "x".repeat(usize::try_from(stream % 7 * 40_000).unwrap());
-                        let told = client.told(stream, &words);
+                        let answer = client.call(stream, &words);
                         // On a busy host, workers die faster than they answer.
-                        assert!(told.starts_with("life ") || told.contains("failed: 3 workers"), "{told:?}");
+                        assert!(
+                            answer.starts_with("life ") || answer.contains("failed: 3 workers"),
+                            "{answer:?}"
+                        );
                         stream += 2;
                     }
                     stream / 2
@@ -379,8 +383,8 @@ fn killed_at_random() -> Result<(), Failed> {
         done.store(true, std::sync::atomic::Ordering::Relaxed);
         clients.into_iter().map(|client| client.join().unwrap()).collect()
     });
-    println!("{asked:?} requests during {KILLS} kills");
-    assert_eq!(front.client().told(1, "hello").split(' ').next(), Some("life"));
+    println!("{requests:?} requests during {KILLS} kills");
+    assert_eq!(front.client().call(1, "hello").split(' ').next(), Some("life"));
     Ok(())
 }
 
@@ -397,7 +401,7 @@ fn everything(front: &Front, stream: &mut u32) -> Result<(), Failed> {
     let (mut client, mut other) = (front.client(), front.client());
     let mut ask = |client: &mut harness::Client, word: &str| {
         *stream += 2;
-        assert!(client.told(*stream, word).starts_with("life "), "{word}");
+        assert!(client.call(*stream, word).starts_with("life "), "{word}");
     };
     ask(&mut client, "hello");
     ask(&mut other, "open");
@@ -415,7 +419,7 @@ fn killed_at_each_step() -> Result<(), Failed> {
     let points = tempfile::tempdir()?;
     let file = |name: &str| points.path().join(name);
     std::fs::write(file("armed"), "")?;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.env("SANDBOXER_FAILPOINTS", points.path());
     });
     std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
@@ -459,14 +463,14 @@ fn failed_at_each_step() -> Result<(), Failed> {
     let points = tempfile::tempdir()?;
     let file = |name: &str| points.path().join(name);
     std::fs::write(file("armed"), "")?;
-    let mut front = Front::with(|command| {
+    let mut front = Front::start_with(|command| {
         command.env("SANDBOXER_FAILPOINTS", points.path());
     });
     let (mut client, mut waiting) = (front.client(), front.client());
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     waiting.ask_method(1, "Hold");
     front.kill();
-    assert_eq!(client.told(3, "hello"), "life 2");
+    assert_eq!(client.call(3, "hello"), "life 2");
     let passed = std::fs::read_to_string(file("passed"))?;
     let of_recovery = |step: &&str| step.contains("takes over") || step.contains("watches");
     let steps: Vec<&str> = passed.lines().filter(of_recovery).collect();
@@ -477,7 +481,7 @@ fn failed_at_each_step() -> Result<(), Failed> {
         std::fs::write(file("armed"), &armed)?;
         front.kill();
         until("a front that fails there", || std::fs::read(file("armed")).is_ok_and(|left| left.is_empty()));
-        assert!(client.told(stream, "hello").starts_with("life "), "after {armed:?}");
+        assert!(client.call(stream, "hello").starts_with("life "), "after {armed:?}");
     }
     let still_open = front.fifo.read(&mut [0]).unwrap_err();
     assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
@@ -491,9 +495,9 @@ fn failed_at_each_step() -> Result<(), Failed> {
 fn lingering() -> Result<(), Failed> {
     let mut front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "linger"), "life 1");
+    assert_eq!(client.call(1, "linger"), "life 1");
     client.ask(3, "wait");
-    assert_eq!(client.told(101, "hello"), "life 1", "the worker has the request");
+    assert_eq!(client.call(101, "hello"), "life 1", "the worker has the request");
     let killed = front.pid();
     front.kill();
     until("another front", || front.pid() != killed);
@@ -511,7 +515,7 @@ fn lingering() -> Result<(), Failed> {
     assert_eq!(front.pid(), next);
     // Nor does such a one keep the front from its end.
     std::fs::remove_file(front.dir.path().join("gone"))?;
-    assert_eq!(client.told(5, "linger"), "life 2");
+    assert_eq!(client.call(5, "linger"), "life 2");
     front.kill();
     front.signal(Signal::SIGTERM);
     assert!(front.ended().success());
@@ -525,7 +529,7 @@ fn hanging() -> Result<(), Failed> {
         return Ok(());
     }
     let log = tempfile::NamedTempFile::new()?;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.stderr(log.reopen().unwrap());
     });
     let hung = front.dir.path().join("hung");
@@ -534,19 +538,19 @@ fn hanging() -> Result<(), Failed> {
     volume.set_silent(true);
     let mut client = front.client();
     client.stream.set_read_timeout(Some(PATIENCE * 2))?;
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     let hanging = worker(&front).unwrap();
     client.ask(3, "hang");
     until("a request that is not answered", || volume.left_waiting() > 0);
     kill(hanging, Signal::SIGKILL)?;
     // Long before the file system answers.
     assert_eq!(client.answer(), (3, "life 2, repeated".to_owned()));
-    let told = std::fs::read_to_string(log.path())?;
-    assert!(told.contains(&format!("the killed worker {hanging} has not ended")), "{told}");
-    assert!(told.contains("(helper) is in system call"), "{told}");
+    let logged = std::fs::read_to_string(log.path())?;
+    assert!(logged.contains(&format!("the killed worker {hanging} has not ended")), "{logged}");
+    assert!(logged.contains("(helper) is in system call"), "{logged}");
     drop(volume);
     until("the end of the first worker", || kill(hanging, None).is_err());
-    assert_eq!(client.told(5, "hello"), "life 2");
+    assert_eq!(client.call(5, "hello"), "life 2");
     Ok(())
 }
 
@@ -554,14 +558,14 @@ fn refused_reload() -> Result<(), Failed> {
     let front = Front::start();
     let mut client = front.client();
     client.ask(1, "wait");
-    assert_eq!(client.told(101, "hello"), "life 1", "the worker has the request");
+    assert_eq!(client.call(101, "hello"), "life 1", "the worker has the request");
     // There is no other build.
     front.signal(Signal::SIGHUP);
     assert_eq!(client.answer(), (1, "life 2, repeated".to_owned()));
     std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
     for life in 3..5 {
         client.ask(life * 2 + 1, "wait");
-        assert_eq!(client.told(101 + life * 2, "hello"), format!("life {}", life - 1));
+        assert_eq!(client.call(101 + life * 2, "hello"), format!("life {}", life - 1));
         front.kill();
         assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")));
         assert_eq!(role(&front), "front", "the front was replaced by a build that nobody has asked for");
@@ -573,33 +577,33 @@ fn refused_reload() -> Result<(), Failed> {
 fn unfit() -> Result<(), Failed> {
     let (mut log, theirs) = std::io::pipe()?;
     nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.stderr(theirs);
     });
     std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
     let mut client = front.client();
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     // Nothing is needed yet.
     front.signal(Signal::SIGHUP);
     until("another front", || role(&front) == "front-resume");
-    until("another worker", || front.client().told(1, "hello") == "life 2");
-    assert_eq!(client.told(3, "need"), "life 2");
+    until("another worker", || front.client().call(1, "hello") == "life 2");
+    assert_eq!(client.call(3, "need"), "life 2");
     let (pid, before) = (front.pid(), worker(&front));
     client.ask(5, "wait");
-    for (stream, told) in [(7, None), (9, Some("that")), (11, Some("this, not quite"))] {
-        if let Some(told) = told {
-            std::fs::write(front.dir.path().join(SUPPORTED), told)?;
+    for (stream, supported) in [(7, None), (9, Some("that")), (11, Some("this, not quite"))] {
+        if let Some(supported) = supported {
+            std::fs::write(front.dir.path().join(SUPPORTED), supported)?;
         }
         front.signal(Signal::SIGHUP);
-        let mut said = String::new();
+        let mut logged = String::new();
         until("a refusal", || {
             let mut bytes = [0; 4096];
             let count = log.read(&mut bytes).unwrap_or_default();
-            said += &String::from_utf8_lossy(&bytes[..count]);
-            said.contains("nothing is reloaded")
+            logged += &String::from_utf8_lossy(&bytes[..count]);
+            logged.contains("nothing is reloaded")
         });
-        assert_eq!(client.told(stream, "hello"), "life 2", "{told:?}: {said}");
-        assert_eq!((front.pid(), worker(&front)), (pid, before), "{told:?}: {said}");
+        assert_eq!(client.call(stream, "hello"), "life 2", "{supported:?}: {logged}");
+        assert_eq!((front.pid(), worker(&front)), (pid, before), "{supported:?}: {logged}");
     }
     std::fs::write(front.dir.path().join(SUPPORTED), NEEDED)?;
     front.signal(Signal::SIGHUP);
@@ -608,19 +612,19 @@ fn unfit() -> Result<(), Failed> {
 }
 
 /// The store takes the same open file once.
-fn kept_twice() -> Result<(), Failed> {
+fn keeps_twice() -> Result<(), Failed> {
     let mut front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "twice"), "life 1");
-    assert_eq!(client.told(3, "forget"), "life 1");
+    assert_eq!(client.call(1, "twice"), "life 1");
+    assert_eq!(client.call(3, "forget"), "life 1");
     let mut byte = [0];
     for (life, stream) in (2..4).zip([5, 7]) {
         front.kill();
-        assert_eq!(client.told(stream, "hello"), format!("life {life}"));
+        assert_eq!(client.call(stream, "hello"), format!("life {life}"));
         let still_open = front.fifo.read(&mut byte).unwrap_err();
         assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
     }
-    assert_eq!(client.told(9, "forget copy"), "life 3");
+    assert_eq!(client.call(9, "forget copy"), "life 3");
     until("the pipe's end", || matches!(front.fifo.read(&mut byte), Ok(0)));
     Ok(())
 }
@@ -628,7 +632,7 @@ fn kept_twice() -> Result<(), Failed> {
 fn keeper_killed() -> Result<(), Failed> {
     let mut front = Front::start();
     let mut client = front.client();
-    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.call(1, "hello"), "life 1");
     let processes = [front.pid(), worker(&front).unwrap()];
     front.process.kill()?;
     front.process.wait()?;
@@ -647,10 +651,10 @@ fn refused() -> Result<(), Failed> {
 fn rubbish() -> Result<(), Failed> {
     let front = Front::start();
     let (mut good, mut bad) = (front.client(), front.client());
-    assert_eq!(good.told(1, "hello"), "life 1");
+    assert_eq!(good.call(1, "hello"), "life 1");
     bad.stream.write_all(&[0xff; 64])?;
     assert_eq!(bad.stream.read(&mut [0])?, 0, "the connection is still open");
-    assert_eq!(good.told(3, "hello"), "life 1");
+    assert_eq!(good.call(3, "hello"), "life 1");
     Ok(())
 }
 
@@ -658,7 +662,7 @@ fn rubbish() -> Result<(), Failed> {
 fn poisoned() -> Result<(), Failed> {
     let front = Front::start();
     let (mut poison, mut one, mut other) = (front.client(), front.client(), front.client());
-    assert_eq!(one.told(1, "hello"), "life 1");
+    assert_eq!(one.call(1, "hello"), "life 1");
     one.ask(3, "slow");
     other.ask(1, "slow");
     poison.ask_method(1, "Deadly");
@@ -669,12 +673,12 @@ fn poisoned() -> Result<(), Failed> {
     // They ended with two workers, too; the third had them one by one.
     assert_eq!(one.answer(), (3, "life 3, repeated".to_owned()));
     assert_eq!(other.answer(), (1, "life 3, repeated".to_owned()));
-    assert_eq!(poison.told(3, "hello"), "life 4");
+    assert_eq!(poison.call(3, "hello"), "life 4");
     // Again, without a known method.
     poison.ask(5, "deadly");
     let (_, words) = poison.answer();
     assert!(words.contains("a request failed: 3 workers"), "{words:?}");
-    assert_eq!(one.told(5, "hello"), "life 7");
+    assert_eq!(one.call(5, "hello"), "life 7");
     Ok(())
 }
 
@@ -683,9 +687,9 @@ fn waits() -> Result<(), Failed> {
     let mut client = front.client();
     client.ask_method(1, "Wait");
     for life in 2..7 {
-        assert_eq!(client.told(2 * life + 1, "die"), format!("life {life}, repeated"));
+        assert_eq!(client.call(2 * life + 1, "die"), format!("life {life}, repeated"));
     }
-    assert_eq!(client.told(101, "hello"), "life 6");
+    assert_eq!(client.call(101, "hello"), "life 6");
     Ok(())
 }
 
@@ -694,10 +698,10 @@ fn reloads() -> Result<(), Failed> {
     let (mut client, mut waiting) = (front.client(), front.client());
     waiting.ask_method(1, "Hold");
     for (life, stream) in (1..).zip((1..11).step_by(2)) {
-        assert_eq!(client.told(stream, "hello"), format!("life {life}"));
+        assert_eq!(client.call(stream, "hello"), format!("life {life}"));
         front.signal(Signal::SIGHUP);
         let next = format!("life {}", life + 1);
-        until("another worker", || client.told(100 + stream, "hello").starts_with(&next));
+        until("another worker", || client.call(100 + stream, "hello").starts_with(&next));
     }
     waiting.stream.set_nonblocking(true)?;
     let nothing = waiting.stream.read(&mut [0]).unwrap_err();
@@ -711,21 +715,21 @@ fn stopped() -> Result<(), Failed> {
     client.stream.set_read_timeout(Some(SILENCE + PATIENCE))?;
     // A worker that responds is not killed.
     pass(SILENCE + SILENCE / 2);
-    assert_eq!(client.told(1, "hello"), "life 1");
-    assert_eq!(client.told(3, "stop"), "life 2, repeated");
-    assert_eq!(front.client().told(1, "hello"), "life 2");
+    assert_eq!(client.call(1, "hello"), "life 1");
+    assert_eq!(client.call(3, "stop"), "life 2, repeated");
+    assert_eq!(front.client().call(1, "hello"), "life 2");
     Ok(())
 }
 
-fn log_gone() -> Result<(), Failed> {
+fn lost_log() -> Result<(), Failed> {
     let (read, log) = std::io::pipe()?;
     drop(read);
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.stderr(Stdio::from(log));
     });
     let mut client = front.client();
-    assert_eq!(client.told(1, "die"), "life 2, repeated");
-    assert_eq!(client.told(3, "hello"), "life 2");
+    assert_eq!(client.call(1, "die"), "life 2, repeated");
+    assert_eq!(client.call(3, "hello"), "life 2");
     Ok(())
 }
 
@@ -734,25 +738,25 @@ fn log_full() -> Result<(), Failed> {
     nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
     while log.write(&[b'x'; 4096]).is_ok() {}
     nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty()))?;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         command.stderr(Stdio::from(log));
     });
     let mut client = front.client();
-    assert_eq!(client.told(1, "die"), "life 2, repeated");
-    assert_eq!(client.told(3, "hello"), "life 2");
+    assert_eq!(client.call(1, "die"), "life 2, repeated");
+    assert_eq!(client.call(3, "hello"), "life 2");
     Ok(())
 }
 
 fn starved() -> Result<(), Failed> {
     const DESCRIPTORS: u64 = 40;
-    let front = Front::with(|command| {
+    let front = Front::start_with(|command| {
         // SAFETY: one system call is made before the program is executed, which is async-signal-safe.
         unsafe {
             command.pre_exec(|| Ok(setrlimit(Resource::RLIMIT_NOFILE, DESCRIPTORS, DESCRIPTORS)?));
         }
     });
     let mut first = front.client();
-    assert_eq!(first.told(1, "hello"), "life 1");
+    assert_eq!(first.call(1, "hello"), "life 1");
     let mut many: Vec<_> = (0..DESCRIPTORS).map(|_| front.client()).collect();
     many.iter_mut().for_each(|client| client.ask(1, "hello"));
     let ticks = || {
@@ -766,10 +770,10 @@ fn starved() -> Result<(), Failed> {
     pass(Duration::from_secs(2));
     let used = ticks() - before;
     assert!(used < 20, "the front was busy for {used} of 200 ticks");
-    assert_eq!(first.told(3, "hello"), "life 1");
+    assert_eq!(first.call(3, "hello"), "life 1");
     // One that takes its place has enough.
     front.kill();
-    assert_eq!(first.told(5, "hello"), "life 2");
+    assert_eq!(first.call(5, "hello"), "life 2");
     // Waiting clients are accepted as others disconnect.
     while !many.is_empty() {
         assert_eq!(many.remove(0).answer().0, 1);

@@ -111,12 +111,12 @@ fn answer(dir: &Path, mut link: UnixStream, life: u32, control: &OwnedFd) {
         }
         for frame in assembler.take(&scratch[..count]).unwrap() {
             let repeated = frame.bytes()[9] & REPEATED != 0;
-            let told = format!("life {life}{}", if repeated { ", repeated" } else { "" });
-            let told = wire(frame.stream(), RESPONSE, told.as_bytes());
+            let answer = format!("life {life}{}", if repeated { ", repeated" } else { "" });
+            let answer = wire(frame.stream(), RESPONSE, answer.as_bytes());
             match &frame.bytes()[HEADER..] {
                 b"die" if !repeated => raise(Signal::SIGKILL).unwrap(),
                 b"half" if !repeated => {
-                    link.write_all(&told[..told.len() - 2]).unwrap();
+                    link.write_all(&answer[..answer.len() - 2]).unwrap();
                     raise(Signal::SIGKILL).unwrap();
                 }
                 b"wait" if !repeated => continue,
@@ -139,7 +139,7 @@ fn answer(dir: &Path, mut link: UnixStream, life: u32, control: &OwnedFd) {
                 b"forget copy" => control::send(control.as_fd(), Kind::Forget, "copy", &[], &[]).unwrap(),
                 _ => {}
             }
-            link.write_all(&told).unwrap();
+            link.write_all(&answer).unwrap();
         }
     }
 }

@@ -48,16 +48,16 @@ impl Agent {
     pub async fn sync_clock(&self) -> Result<bool, GuestError> {
         let mut best: Option<Reading> = None;
         for _ in 0..CLOCK_READINGS {
-            let (asked_ns, asked) = (now_ns(), Instant::now());
-            let said = match call!(self, sync_clock, self.short(), wire::SyncClockRequest::new()) {
+            let (requested_ns, requested) = (now_ns(), Instant::now());
+            let response = match call!(self, sync_clock, self.short(), wire::SyncClockRequest::new()) {
                 // The agent has an earlier version.
                 Err(GuestError::Refused { .. }) => return Ok(false),
-                said => said?,
+                response => response?,
             };
-            if said.kept {
+            if response.kept {
                 return Ok(false);
             }
-            let reading = Reading::of(asked_ns, asked.elapsed(), &said);
+            let reading = Reading::from_response(requested_ns, requested.elapsed(), &response);
             if best.is_none_or(|best| reading.took < best.took) {
                 best = Some(reading);
             }

@@ -36,7 +36,7 @@ struct Session {
     /// The protocol's version.
     version: u32,
     /// Whether another session will be established after this one ends.
-    followed: bool,
+    has_successor: bool,
 }
 
 impl std::fmt::Debug for Agent {
@@ -55,7 +55,7 @@ macro_rules! call {
     ($self:ident, $session:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
         pass(format_args!("before the agent is asked to {}", stringify!($rpc)));
         let deadline = $deadline;
-        let answer = match $session.room(&deadline).await {
+        let answer = match $session.wait_for_capacity(&deadline).await {
             Ok(()) => $session.client.$rpc(deadline, &$request).await,
             Err(error) => Err(error),
         };
@@ -91,7 +91,7 @@ fn is_end(error: &ttrpc::Error) -> bool {
 impl Agent {
     pub(super) fn new(pod: SandboxId, calls: Calls, version: u32, timeout: Duration) -> Self {
         let client = AgentClient::new(calls.clone());
-        let session = Session { number: 0, client, calls, version, followed: false };
+        let session = Session { number: 0, client, calls, version, has_successor: false };
         Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
     }
 
@@ -119,19 +119,19 @@ impl Agent {
 
     /// Makes repeatable calls wait for the next session if this one ends; the caller must establish it.
     pub fn follow(&self) {
-        self.session.send_modify(|session| session.followed = true);
+        self.session.send_modify(|session| session.has_successor = true);
     }
 
     /// Makes calls that wait for another session fail.
     pub fn give_up(&self) {
-        self.session.send_modify(|session| session.followed = false);
+        self.session.send_modify(|session| session.has_successor = false);
     }
 
     /// Continues with the session of `next`, which was just established.
     pub fn resume(&self, next: &Self) {
         let next = next.session.borrow().clone();
         self.session.send_modify(|session| {
-            *session = Session { number: session.number + 1, followed: session.followed, ..next };
+            *session = Session { number: session.number + 1, has_successor: session.has_successor, ..next };
         });
     }
 
@@ -139,7 +139,7 @@ impl Agent {
     /// `limit`.
     async fn next_session(&self, number: u64, limit: Duration) -> bool {
         let mut session = self.session.subscribe();
-        let next = session.wait_for(|session| session.number > number || !session.followed);
+        let next = session.wait_for(|session| session.number > number || !session.has_successor);
         match tokio::time::timeout(limit, next).await {
             Ok(Ok(session)) => session.number > number,
             Ok(Err(_)) | Err(_) => false,
@@ -166,12 +166,12 @@ impl Agent {
     }
 
     /// Returns the error that `container` has not exited within `limit`.
-    pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
+    pub fn not_exited(&self, container: ContainerId, limit: Duration) -> GuestError {
         GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
     }
 
     /// Returns the same sessions with errors that name another pod.
-    pub fn of(self, pod: &SandboxId) -> Self {
+    pub fn for_pod(self, pod: &SandboxId) -> Self {
         Self { pod: pod.clone(), ..self }
     }
 
@@ -205,8 +205,8 @@ impl Agent {
 
 impl Session {
     /// Waits until the guest has read most of the earlier calls, up to the call's timeout.
-    async fn room(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
-        if self.calls.has_room() {
+    async fn wait_for_capacity(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
+        if self.calls.has_capacity() {
             return Ok(());
         }
         let limit = match u64::try_from(deadline.timeout_nano) {
@@ -214,8 +214,8 @@ impl Session {
             // No timeout.
             _ => Duration::MAX,
         };
-        let room = Box::pin(tokio::time::timeout(limit, self.calls.room())).await;
-        room.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
+        let result = Box::pin(tokio::time::timeout(limit, self.calls.wait_for_capacity())).await;
+        result.map_err(|_| ttrpc::Error::Others(NOT_READ.to_owned()))
     }
 }
 

@@ -12,7 +12,7 @@ use super::work::Refusal;
 pub enum HelperError {
     /// The path's file server does not respond.
     #[error(
-        "cannot {action} {path:?} for pod {pod}: the server of this volume does not answer (waited {waited:?}); \
+        "cannot {action} {path:?} for pod {pod}: the server of this volume does not answer (waited {elapsed:?}); \
          check the server, or unmount the volume with umount -f"
     )]
     Silent {
@@ -23,7 +23,7 @@ pub enum HelperError {
         /// The path of the operation.
         path: PathBuf,
         /// How long this request or an earlier one waited for the operation.
-        waited: Duration,
+        elapsed: Duration,
     },
     /// Too many helpers are waiting.
     #[error(

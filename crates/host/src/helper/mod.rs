@@ -63,7 +63,7 @@ const WORKING: usize = 8;
 /// A time of which most requests take less than a tenth.
 const QUICK: Duration = Duration::from_millis(200);
 /// The number of idle helpers kept for the next request; they exit after a while.
-const KEPT: usize = 2;
+const MAX_IDLE: usize = 2;
 
 /// The helpers of the node, on behalf of one pod. Clones share them.
 #[derive(Debug, Clone)]
@@ -124,13 +124,13 @@ pub enum TreeRead {
 }
 
 /// Counts a helper until dropped.
-struct Counted {
+struct CountGuard {
     helpers: Helpers,
     namespace: Namespace,
     hung_at: Option<FileSystem>,
 }
 
-impl Counted {
+impl CountGuard {
     /// Counts the helper as hung from now on.
     fn hang(&mut self, at: FileSystem) {
         self.helpers.state().places.hang(&self.namespace, at.clone());
@@ -138,7 +138,7 @@ impl Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountGuard {
     fn drop(&mut self) {
         self.helpers.state().places.free(&self.namespace, self.hung_at.as_ref());
     }
@@ -161,17 +161,20 @@ impl Helpers {
     }
 
     /// Returns the same helpers on behalf of the pod with this Kubernetes uid.
-    pub fn of(&self, uid: &str) -> Self {
+    pub fn on_behalf_of(&self, uid: &str) -> Self {
         let mut helpers = self.clone();
         uid.clone_into(&mut helpers.kubelet.uid);
         helpers
     }
 
     /// Sets the function that returns a pod's namespace; only the first call counts. Until then, and for a pod that
-    /// `of` does not know, each pod is a namespace of its own.
-    pub fn know_namespaces(&self, of: impl Fn(&SandboxId) -> Option<Arc<str>> + Send + Sync + 'static) {
+    /// `namespace_of` does not know, each pod is a namespace of its own.
+    pub fn know_namespaces(
+        &self,
+        namespace_of: impl Fn(&SandboxId) -> Option<Arc<str>> + Send + Sync + 'static,
+    ) {
         // The first function stays.
-        let _ = self.inner.namespaces.set(Namespaces(Box::new(of)));
+        let _ = self.inner.namespaces.set(Namespaces(Box::new(namespace_of)));
     }
 
     /// Returns the number of hung helpers.
@@ -356,10 +359,10 @@ impl Helpers {
             path: request.path().to_owned(),
             source: error.into(),
         })?;
-        let asked = Asked { pod: pod.clone(), request, frame: Frame { json, bytes, descriptor } };
+        let call = Call { pod: pod.clone(), request, frame: Frame { json, bytes, descriptor } };
         // Completes even if the caller is dropped: a helper with an unread response could not be used again.
         let helpers = self.clone();
-        let answered = tokio::spawn(async move { helpers.exchange(asked).await }).await;
+        let answered = tokio::spawn(async move { helpers.exchange(call).await }).await;
         let frame = answered.unwrap_or(Err(HelperError::Stopped))?;
         match work::parse(&frame.json)? {
             Answer::Done(done) => Ok((done, frame)),
@@ -367,38 +370,38 @@ impl Helpers {
         }
     }
 
-    async fn exchange(&self, asked: Asked) -> Result<Frame, HelperError> {
-        let limit = asked.request.limit(self.inner.limit);
-        if let Some(since) = self.state().hung.get(asked.request.path()) {
-            return Err(asked.silent(since.elapsed()));
+    async fn exchange(&self, call: Call) -> Result<Frame, HelperError> {
+        let limit = call.request.limit(self.inner.limit);
+        if let Some(since) = self.state().hung.get(call.request.path()) {
+            return Err(call.silent(since.elapsed()));
         }
-        let place = tokio::time::timeout(limit, self.place(&asked.pod)).await;
-        let place = place.map_err(|_| asked.too_many(MAX_OF_POD, "this pod"))?;
-        let counted = self.count(&asked).await?;
+        let permit = tokio::time::timeout(limit, self.pod_permit(&call.pod)).await;
+        let permit = permit.map_err(|_| call.too_many(MAX_OF_POD, "this pod"))?;
+        let guard = self.count_guard(&call).await?;
         let working = self.inner.working.acquire().await.map_err(|_| HelperError::Stopped)?;
         let mut working = Some(working);
 
-        let mut helper = self.helper(true).await.map_err(|source| asked.broken(source))?;
+        let mut helper = self.helper(true).await.map_err(|source| call.broken(source))?;
         let deadline = Instant::now() + limit;
         loop {
-            match answer(&asked, &mut helper, deadline, &mut working).await {
+            match answer(&call, &mut helper, deadline, &mut working).await {
                 Some(Ok(Some(frame))) => {
                     self.keep(helper);
                     return Ok(frame);
                 }
                 // An idle helper may have exited just now.
                 Some(Ok(None) | Err(_)) if helper.used => {
-                    helper = self.helper(false).await.map_err(|source| asked.broken(source))?;
+                    helper = self.helper(false).await.map_err(|source| call.broken(source))?;
                 }
                 Some(ended) => {
                     helper.end.kill();
                     let source = ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
-                    return Err(asked.broken(source));
+                    return Err(call.broken(source));
                 }
                 None => {
-                    let mut counted = counted;
-                    counted.hang(file_system(asked.request.path()).await);
-                    return Err(self.give_up(&asked, helper.end, (place, counted), limit));
+                    let mut guard = guard;
+                    guard.hang(file_system(call.request.path()).await);
+                    return Err(self.give_up(&call, helper.end, (permit, guard), limit));
                 }
             }
         }
@@ -407,29 +410,29 @@ impl Helpers {
     /// Kills a helper that does not respond. Until it exits it keeps its permits, and its path counts as hung.
     fn give_up(
         &self,
-        asked: &Asked,
+        call: &Call,
         end: End,
-        held: (OwnedSemaphorePermit, Counted),
-        waited: Duration,
+        permits: (OwnedSemaphorePermit, CountGuard),
+        elapsed: Duration,
     ) -> HelperError {
-        let error = asked.silent(waited);
-        tracing::warn!(pod = %asked.pod, path = ?asked.request.path(), "file server of a volume does not respond");
-        let path = asked.request.path().to_owned();
+        let error = call.silent(elapsed);
+        tracing::warn!(pod = %call.pod, path = ?call.request.path(), "file server of a volume does not respond");
+        let path = call.request.path().to_owned();
         self.state()
             .hung
-            .insert(path.clone(), Instant::now().checked_sub(waited).unwrap_or_else(Instant::now));
+            .insert(path.clone(), Instant::now().checked_sub(elapsed).unwrap_or_else(Instant::now));
         end.kill();
         let helpers = self.clone();
         tokio::spawn(async move {
             end.exited().await;
             helpers.state().hung.remove(&path);
-            drop(held);
+            drop(permits);
         });
         error
     }
 
     /// Waits for a permit of the pod.
-    async fn place(&self, pod: &SandboxId) -> OwnedSemaphorePermit {
+    async fn pod_permit(&self, pod: &SandboxId) -> OwnedSemaphorePermit {
         let places = {
             let mut state = self.state();
             match state.pods.get(pod).and_then(Weak::upgrade) {
@@ -445,23 +448,23 @@ impl Helpers {
         places.acquire_owned().await.unwrap_or_else(|_| unreachable!("it is never closed"))
     }
 
-    async fn count(&self, asked: &Asked) -> Result<Counted, HelperError> {
-        let known = self.inner.namespaces.get().and_then(|namespaces| namespaces.0(&asked.pod));
-        let namespace = known.unwrap_or_else(|| asked.pod.as_str().into());
+    async fn count_guard(&self, call: &Call) -> Result<CountGuard, HelperError> {
+        let known = self.inner.namespaces.get().and_then(|namespaces| namespaces.0(&call.pod));
+        let namespace = known.unwrap_or_else(|| call.pod.as_str().into());
         // The file system is looked up only where it matters: the table of mounts is long.
         let hangs = self.state().places.hangs(&namespace);
-        let at = if hangs { file_system(asked.request.path()).await } else { None };
+        let at = if hangs { file_system(call.request.path()).await } else { None };
         let taken = self.state().places.take(&namespace, &at);
         taken.map_err(|full| {
             let (most, whose) = full.limit();
-            asked.too_many(most, whose)
+            call.too_many(most, whose)
         })?;
-        Ok(Counted { helpers: self.clone(), namespace, hung_at: None })
+        Ok(CountGuard { helpers: self.clone(), namespace, hung_at: None })
     }
 
     /// Returns an idle helper, or starts a new one.
-    async fn helper(&self, kept: bool) -> io::Result<Helper> {
-        let idle = if kept { self.state().idle.pop() } else { None };
+    async fn helper(&self, may_reuse: bool) -> io::Result<Helper> {
+        let idle = if may_reuse { self.state().idle.pop() } else { None };
         match (idle, self.inner.program.clone()) {
             (Some(helper), _) => Ok(helper),
             (None, Some(program)) => {
@@ -474,7 +477,7 @@ impl Helpers {
 
     fn keep(&self, helper: Helper) {
         let mut state = self.state();
-        if state.idle.len() < KEPT {
+        if state.idle.len() < MAX_IDLE {
             state.idle.push(Helper { used: true, ..helper });
         }
         // Other helpers exit when their connection closes.
@@ -495,13 +498,13 @@ async fn file_system(path: &Path) -> FileSystem {
 /// Sends a request and receives the response; `None` after `deadline`. Releases the permit of working helpers after
 /// [`QUICK`].
 async fn answer(
-    asked: &Asked,
+    call: &Call,
     helper: &mut Helper,
     deadline: Instant,
     working: &mut Option<SemaphorePermit<'_>>,
 ) -> Option<io::Result<Option<Frame>>> {
     let answer = async {
-        asked.frame.send_from_task(&mut helper.stream).await?;
+        call.frame.send_from_task(&mut helper.stream).await?;
         Frame::receive_in_task(&mut helper.stream).await
     };
     tokio::pin!(answer);
@@ -515,16 +518,16 @@ async fn answer(
 }
 
 /// A request, and the pod that it is for.
-struct Asked {
+struct Call {
     pod: SandboxId,
     request: Request,
     frame: Frame,
 }
 
-impl Asked {
-    fn silent(&self, waited: Duration) -> HelperError {
+impl Call {
+    fn silent(&self, elapsed: Duration) -> HelperError {
         let (pod, path) = (self.pod.clone(), self.request.path().to_owned());
-        HelperError::Silent { pod, action: self.request.action(), path, waited }
+        HelperError::Silent { pod, action: self.request.action(), path, elapsed }
     }
 
     fn too_many(&self, most: usize, whose: &'static str) -> HelperError {

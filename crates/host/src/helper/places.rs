@@ -24,11 +24,11 @@ pub type FileSystem = Option<String>;
 #[derive(Debug, Default)]
 pub struct Places {
     running: usize,
-    of: HashMap<Namespace, Of>,
+    by_namespace: HashMap<Namespace, HelperCounts>,
 }
 
 #[derive(Debug, Default)]
-struct Of {
+struct HelperCounts {
     running: usize,
     hung: HashMap<FileSystem, usize>,
 }
@@ -52,7 +52,7 @@ impl Full {
     }
 }
 
-impl Of {
+impl HelperCounts {
     fn hung(&self) -> usize {
         self.hung.values().sum()
     }
@@ -61,53 +61,53 @@ impl Of {
 impl Places {
     /// Returns whether a helper of the namespace hangs.
     pub fn hangs(&self, namespace: &Namespace) -> bool {
-        self.of.get(namespace).is_some_and(|of| of.hung() > 0)
+        self.by_namespace.get(namespace).is_some_and(|counts| counts.hung() > 0)
     }
 
     /// Takes a place for a helper that runs.
     pub fn take(&mut self, namespace: &Namespace, at: &FileSystem) -> Result<(), Full> {
-        let none = Of::default();
-        let of = self.of.get(namespace).unwrap_or(&none);
-        let hung = of.hung();
-        if at.is_some() && of.hung.get(at).is_some_and(|hung| *hung >= MAX_OF_FILE_SYSTEM) {
+        let none = HelperCounts::default();
+        let counts = self.by_namespace.get(namespace).unwrap_or(&none);
+        let hung = counts.hung();
+        if at.is_some() && counts.hung.get(at).is_some_and(|hung| *hung >= MAX_OF_FILE_SYSTEM) {
             return Err(Full::FileSystem);
         }
-        if of.running + hung >= MAX_OF_NAMESPACE {
+        if counts.running + hung >= MAX_OF_NAMESPACE {
             return Err(Full::Namespace);
         }
         if self.running >= if hung > 0 { MAX_OF_NODE - RESERVE } else { MAX_OF_NODE } {
             return Err(Full::Node);
         }
         self.running += 1;
-        self.of.entry(namespace.clone()).or_default().running += 1;
+        self.by_namespace.entry(namespace.clone()).or_default().running += 1;
         Ok(())
     }
 
     /// Counts a running helper as a hung one.
     pub fn hang(&mut self, namespace: &Namespace, at: FileSystem) {
         self.running -= 1;
-        let of = self.of.entry(namespace.clone()).or_default();
-        of.running -= 1;
-        *of.hung.entry(at).or_default() += 1;
+        let counts = self.by_namespace.entry(namespace.clone()).or_default();
+        counts.running -= 1;
+        *counts.hung.entry(at).or_default() += 1;
     }
 
     /// Frees the place of a helper that ran or, with the file system, hung.
     pub fn free(&mut self, namespace: &Namespace, hung_at: Option<&FileSystem>) {
-        let Some(of) = self.of.get_mut(namespace) else { return };
+        let Some(counts) = self.by_namespace.get_mut(namespace) else { return };
         match hung_at {
             None => {
                 self.running -= 1;
-                of.running -= 1;
+                counts.running -= 1;
             }
             Some(at) => {
-                if let Some(hung) = of.hung.get_mut(at) {
+                if let Some(hung) = counts.hung.get_mut(at) {
                     *hung -= 1;
                 }
-                of.hung.retain(|_, hung| *hung > 0);
+                counts.hung.retain(|_, hung| *hung > 0);
             }
         }
-        if of.running == 0 && of.hung.is_empty() {
-            self.of.remove(namespace);
+        if counts.running == 0 && counts.hung.is_empty() {
+            self.by_namespace.remove(namespace);
         }
     }
 }
@@ -148,7 +148,7 @@ mod tests {
             places.free(&bad, Some(&at(number)));
             places.free(&good, None);
         }
-        assert!(places.of.is_empty() && places.running == 0);
+        assert!(places.by_namespace.is_empty() && places.running == 0);
     }
 
     #[test]

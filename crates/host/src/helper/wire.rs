@@ -56,7 +56,7 @@ impl Frame {
     }
 
     /// Allocates a frame for the content that a header announces.
-    fn room((head, descriptor): Head) -> io::Result<Self> {
+    fn allocate((head, descriptor): Head) -> io::Result<Self> {
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]) as usize;
         let (json, bytes) = (word(0), word(4));
@@ -76,7 +76,7 @@ impl Frame {
     /// Waits for the next frame; `None` at the end.
     pub fn receive(stream: &mut StdStream) -> io::Result<Option<Self>> {
         let Some(head) = receive_head(stream.as_fd())? else { return Ok(None) };
-        let mut frame = Self::room(head)?;
+        let mut frame = Self::allocate(head)?;
         stream.read_exact(&mut frame.json)?;
         stream.read_exact(&mut frame.bytes)?;
         Ok(Some(frame))
@@ -96,7 +96,7 @@ impl Frame {
     pub async fn receive_in_task(stream: &mut UnixStream) -> io::Result<Option<Self>> {
         let head = stream.async_io(Interest::READABLE, || receive_head(stream.as_fd())).await?;
         let Some(head) = head else { return Ok(None) };
-        let mut frame = Self::room(head)?;
+        let mut frame = Self::allocate(head)?;
         stream.read_exact(&mut frame.json).await?;
         stream.read_exact(&mut frame.bytes).await?;
         Ok(Some(frame))

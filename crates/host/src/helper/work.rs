@@ -259,15 +259,15 @@ pub fn serve(mut stream: UnixStream) -> io::Result<()> {
     }
 }
 
-fn answer(asked: Frame) -> io::Result<Frame> {
+fn answer(frame: Frame) -> io::Result<Frame> {
     let refused = |refusal| {
         Ok(Frame { json: serde_json::to_vec(&Answer::<()>::Refused(refusal))?, ..Frame::default() })
     };
-    let request = match parse(&asked.json) {
+    let request = match parse(&frame.json) {
         Ok(request) => request,
         Err(refusal) => return refused(refusal),
     };
-    run(request, asked.bytes, asked.descriptor).or_else(refused)
+    run(request, frame.bytes, frame.descriptor).or_else(refused)
 }
 
 /// Parses the JSON of a frame.
@@ -314,7 +314,7 @@ fn run(request: Request, bytes: Vec<u8>, descriptor: Option<OwnedFd>) -> Result<
         }
         Request::Device { path, read_only } => {
             let device = beneath::host(&path).and_then(|found| match found.kind() {
-                Kind::Device => found.open(beneath::Access::of(read_only)),
+                Kind::Device => found.open(beneath::Access::for_disk(read_only)),
                 _ => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no block device")),
             });
             opened(device.map_err(Refusal::host("open", &path))?)
@@ -339,7 +339,8 @@ fn run(request: Request, bytes: Vec<u8>, descriptor: Option<OwnedFd>) -> Result<
             done(&entries.next().is_none())
         }
         Request::Image { path, fstype, read_only } => {
-            let image = beneath::host(&path).and_then(|found| found.open(beneath::Access::of(read_only)));
+            let image =
+                beneath::host(&path).and_then(|found| found.open(beneath::Access::for_disk(read_only)));
             let image = image.map_err(Refusal::host("read image", &path))?;
             rootfs::check_image(&image, &path, fstype)?;
             opened(image)

@@ -18,6 +18,15 @@ const NFNL_SUBSYS_NFTABLES: u16 = 10;
 const NFT_MSG_GETRULE: u16 = 7;
 /// Length of the headers of netlink and nfnetlink, bytes.
 const HEADS: u8 = 20;
+/// Attributes of a rule: the names of its table and chain.
+const NFTA_RULE_TABLE: u16 = 1;
+const NFTA_RULE_CHAIN: u16 = 2;
+/// Bits of an attribute's type that are no part of it.
+const NLA_FLAGS: u16 = 0xc000;
+
+/// docker's chains for the name server that it has on the loopback of a container's namespace: the guest reaches that server through the
+/// daemon, without these rules. In the table `nat`, each is entered by one jump.
+const OF_DOCKER: [&str; 2] = ["DOCKER_OUTPUT", "DOCKER_POSTROUTING"];
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO` (`ip_tables.h`, `ip6_tables.h`).
 const GET_INFO: libc::c_int = 64;
@@ -42,7 +51,7 @@ pub fn found() -> io::Result<Option<String>> {
     if NO_NFTABLES.load(Ordering::Relaxed) && !Path::new(NFTABLES).exists() {
         return Ok(None);
     }
-    match nftables() {
+    match has_nftables_rule() {
         Ok(there) => Ok(there.then(|| "rules of nftables".to_owned())),
         // The kernel has no nftables.
         Err(Errno::EINVAL | Errno::EPROTONOSUPPORT | Errno::EOPNOTSUPP) => {
@@ -83,16 +92,16 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
     for table in names.lines() {
         // SAFETY: all zeroes is a valid value: numbers.
         let mut info: Info = unsafe { std::mem::zeroed() };
-        let room = info.name.len() - 1;
-        for (into, byte) in info.name.iter_mut().zip(table.bytes().take(room)) {
+        let max_length = info.name.len() - 1;
+        for (into, byte) in info.name.iter_mut().zip(table.bytes().take(max_length)) {
             *into = byte;
         }
         let mut length = size_of::<Info>() as libc::socklen_t;
         // SAFETY: the kernel reads the name and writes no more than `length` bytes of `info`, which outlives the call.
-        let told = unsafe {
+        let status = unsafe {
             libc::getsockopt(fd.as_raw_fd(), level, GET_INFO, (&raw mut info).cast(), &raw mut length)
         };
-        if told == -1 {
+        if status == -1 {
             return Err(io::Error::last_os_error());
         }
         // An empty table has one entry for each hook's policy, and one for the end.
@@ -103,8 +112,8 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
     Ok(None)
 }
 
-/// Returns whether nftables has a rule.
-fn nftables() -> Result<bool, Errno> {
+/// Returns whether nftables has a rule, other than docker's for its name server.
+fn has_nftables_rule() -> Result<bool, Errno> {
     let netlink = socket(
         AddressFamily::Netlink,
         SockType::Raw,
@@ -118,19 +127,64 @@ fn nftables() -> Result<bool, Errno> {
     // Sequence number and sender; then any family, version 0, no resource.
     ask.resize(HEADS.into(), 0);
     send(netlink.as_raw_fd(), &ask, MsgFlags::empty())?;
-    // The first message is enough: a rule, the end, or an error.
-    let mut answer = [0; 4096];
-    let length = recv(netlink.as_raw_fd(), &mut answer, MsgFlags::empty())?;
-    let answer = answer.get(..length).unwrap_or_default();
-    let kind = answer.get(4..6).and_then(|kind| kind.try_into().ok()).map(u16::from_ne_bytes);
-    let code = answer.get(16..20).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
-    match kind.map(libc::c_int::from) {
-        Some(libc::NLMSG_DONE) | None => Ok(false),
-        Some(libc::NLMSG_ERROR) => match code {
-            Some(0) | None => Ok(false),
-            Some(code) => Err(Errno::from_raw(code.saturating_neg())),
-        },
-        Some(_) => Ok(true),
+    let mut answer = vec![0; 64 << 10];
+    loop {
+        let length = recv(netlink.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+        let mut rest = answer.get(..length).unwrap_or_default();
+        if rest.is_empty() {
+            return Ok(false);
+        }
+        while let Some((message, next)) = message(rest) {
+            rest = next;
+            let code = || message.get(16..20)?.try_into().ok().map(i32::from_ne_bytes);
+            match number(message, 4).map(libc::c_int::from) {
+                Some(libc::NLMSG_DONE) | None => return Ok(false),
+                Some(libc::NLMSG_ERROR) => match code() {
+                    Some(0) | None => return Ok(false),
+                    Some(code) => return Err(Errno::from_raw(code.saturating_neg())),
+                },
+                Some(_) if is_of_docker(message) => {}
+                Some(_) => return Ok(true),
+            }
+        }
+    }
+}
+
+/// Splits the first message from those behind it.
+fn message(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
+    let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
+    let message = bytes.get(..length).filter(|message| message.len() >= 16)?;
+    Some((message, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+/// Returns whether a rule is in one of docker's chains, or jumps there.
+fn is_of_docker(rule: &[u8]) -> bool {
+    let name = |kind| attribute(rule, kind).and_then(|name| name.strip_suffix(&[0]));
+    let jumps_to = |chain: &str| {
+        rule.windows(chain.len() + 1).any(|part| part.strip_suffix(&[0]) == Some(chain.as_bytes()))
+    };
+    name(NFTA_RULE_TABLE) == Some(b"nat")
+        && match name(NFTA_RULE_CHAIN) {
+            Some(b"OUTPUT") => jumps_to(OF_DOCKER[0]),
+            Some(b"POSTROUTING") => jumps_to(OF_DOCKER[1]),
+            chain => OF_DOCKER.iter().any(|of_docker| chain == Some(of_docker.as_bytes())),
+        }
+}
+
+/// Returns the value of a message's attribute.
+fn attribute(message: &[u8], kind: u16) -> Option<&[u8]> {
+    let mut rest = message.get(HEADS.into()..)?;
+    loop {
+        let length = usize::from(number(rest, 0)?);
+        let value = rest.get(4..length)?;
+        if number(rest, 2)? & !NLA_FLAGS == kind {
+            return Some(value);
+        }
+        rest = rest.get(length.next_multiple_of(4)..)?;
     }
 }
 
@@ -167,6 +221,21 @@ mod tests {
                 Some(found) => assert_eq!(found.as_deref(), Some(named), "{program}"),
                 None => eprintln!("skipped: {program} does not work here"),
             }
+        }
+    }
+
+    #[test]
+    fn dockers_rules_for_its_name_server_are_nothing_and_others_beside_them_are_found() {
+        let docker = "set -e; n='iptables-nft -t nat'; $n -N DOCKER_OUTPUT; $n -N DOCKER_POSTROUTING; \
+                      $n -A OUTPUT -d 127.0.0.11 -j DOCKER_OUTPUT; $n -A POSTROUTING -d 127.0.0.11 -j DOCKER_POSTROUTING; \
+                      $n -A DOCKER_OUTPUT -d 127.0.0.11 -p udp --dport 53 -j DNAT --to-destination 127.0.0.11:4000; \
+                      $n -A DOCKER_POSTROUTING -s 127.0.0.11 -p udp --sport 4000 -j SNAT --to-source :53;";
+        let Some(found) = after("sh", &["-c", docker]) else {
+            return eprintln!("skipped: iptables-nft does not work here");
+        };
+        assert_eq!(found, None);
+        for more in ["$n -A OUTPUT -p tcp -j REDIRECT", "iptables-nft -A OUTPUT -p tcp -j DROP"] {
+            assert!(after("sh", &["-c", &format!("{docker} {more}")]).unwrap().is_some(), "{more}");
         }
     }
 

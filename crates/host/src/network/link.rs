@@ -5,8 +5,9 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd},
 };
 
+use sandboxer_bpf::Program;
 use sandboxer_netlink::{
-    NLM_F_CREATE, NLM_F_EXCL, Netlink,
+    DefaultNla, NLM_F_CREATE, NLM_F_EXCL, Netlink,
     packet::{
         RouteNetlinkMessage,
         link::{
@@ -21,6 +22,8 @@ use sandboxer_netlink::{
     },
 };
 
+use super::egress::program::Programs;
+
 /// `ETH_P_ALL` in network byte order, as in a filter's header.
 const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 
@@ -28,22 +31,41 @@ const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 /// priority 0xc000 and less.
 const PRIORITY: u16 = 0xdb0f;
 
+/// The priority of programs that decide about packets, before the redirection.
+const PROGRAM_PRIORITY: u16 = PRIORITY - 1;
+
+// Attributes of linux/pkt_cls.h: a program's descriptor and name, and that its result is what happens to the packet.
+const TCA_BPF_FD: u16 = 6;
+const TCA_BPF_NAME: u16 = 7;
+const TCA_BPF_FLAGS: u16 = 8;
+const TCA_BPF_FLAG_ACT_DIRECT: u32 = 1;
+
 /// The command that loads the kernel modules of [`join`] and of limits where they are not loaded automatically.
-pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred sch_tbf";
+pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred sch_tbf cls_bpf";
 
 /// Connects two devices: every packet that arrives at one leaves by the other.
 pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
-    for (from, to) in [(one, other), (other, one)] {
-        redirect(netlink, from, to)?;
-    }
-    Ok(())
+    redirect(netlink, one, other, None)?;
+    redirect(netlink, other, one, None)
 }
 
-/// Redirects every packet that arrives at `from` to `to`, before this namespace's own network stack.
+/// Connects a pod's interface and the device of its guest, as far as programs allow.
+pub fn join_filtered(
+    netlink: &mut Netlink,
+    interface: u32,
+    device: u32,
+    Programs { inbound, outbound }: &Programs,
+) -> io::Result<()> {
+    redirect(netlink, device, interface, Some(outbound))?;
+    redirect(netlink, interface, device, Some(inbound))
+}
+
+/// Redirects every packet that arrives at `from` to `to`, before this namespace's own network stack. A program decides before
+/// that.
 ///
 /// Same as `tc qdisc add dev FROM ingress; tc filter add dev FROM ingress u32 match u8 0 0 action mirred
 /// egress redirect dev TO`. `matchall` would be simpler, but not every kernel has it.
-fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
+fn redirect(netlink: &mut Netlink, from: u32, to: u32, program: Option<&Program>) -> io::Result<()> {
     let mut qdisc = TcMessage::with_index(from.cast_signed());
     qdisc.header.parent = TcHandle::INGRESS;
     qdisc.header.handle = TcHandle { major: 0xffff, minor: 0 };
@@ -62,7 +84,28 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
         added => added.map_err(|error| unknown("the ingress queueing discipline (sch_ingress)", error))?,
     }
 
+    if let Some(program) = program {
+        decide_by(netlink, from, program)?;
+    }
     redirect_with(netlink, from, to, PRIORITY)
+}
+
+/// Lets a program decide about each packet that arrives at a device. The filter keeps the program.
+fn decide_by(netlink: &mut Netlink, index: u32, program: &Program) -> io::Result<()> {
+    let mut filter = TcMessage::with_index(index.cast_signed());
+    filter.header.parent = TcHandle { major: 0xffff, minor: 0 };
+    filter.header.info = TcHandle { major: PROGRAM_PRIORITY, minor: ALL_PROTOCOLS }.into();
+    filter.attributes.push(TcAttribute::Kind("bpf".to_owned()));
+    let options = [
+        (TCA_BPF_FD, program.as_raw_fd().to_ne_bytes().to_vec()),
+        (TCA_BPF_NAME, b"sandboxer\0".to_vec()),
+        (TCA_BPF_FLAGS, TCA_BPF_FLAG_ACT_DIRECT.to_ne_bytes().to_vec()),
+    ];
+    let options = options.map(|(kind, value)| TcOption::Other(DefaultNla::new(kind, value)));
+    filter.attributes.push(TcAttribute::Options(options.into()));
+    netlink
+        .request(RouteNetlinkMessage::NewTrafficFilter(filter), NLM_F_CREATE | NLM_F_EXCL)
+        .map_err(|error| unknown("the BPF filter (cls_bpf)", error))
 }
 
 /// Adds the filter with this priority.
@@ -124,7 +167,7 @@ fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
     Ok(ingress
         && filters.into_iter().all(|message| match message {
             RouteNetlinkMessage::NewTrafficFilter(filter) => {
-                TcHandle::from(filter.header.info).major == PRIORITY
+                [PRIORITY, PROGRAM_PRIORITY].contains(&TcHandle::from(filter.header.info).major)
             }
             _ => true,
         }))
@@ -258,9 +301,9 @@ mod tests {
             join(netlink, one, two)?;
             assert!(is_ours(netlink, one)?);
             let filters = {
-                let mut of = TcMessage::with_index(one.cast_signed());
-                of.header.parent = TcHandle { major: 0xffff, minor: 0 };
-                netlink.dump(RouteNetlinkMessage::GetTrafficFilter(of))?
+                let mut query = TcMessage::with_index(one.cast_signed());
+                query.header.parent = TcHandle { major: 0xffff, minor: 0 };
+                netlink.dump(RouteNetlinkMessage::GetTrafficFilter(query))?
             };
             assert!(!filters.is_empty(), "the redirect is there");
             Ok(())

@@ -17,6 +17,7 @@
 //! No clean-up is needed: a tap is removed with its VMM, the rest with the pod's namespace, which belongs to
 //! containerd. A failed VM's devices are replaced by the next one.
 
+mod egress;
 mod error;
 mod filters;
 pub mod interface;
@@ -49,6 +50,7 @@ use sandboxer_protocol::id::SandboxId;
 
 use self::error::{At, Failed};
 pub use self::{
+    egress::Egress,
     error::{NetworkError, Step},
     interface::Interface,
     link::MODPROBE,
@@ -82,13 +84,13 @@ pub async fn look(
         Ok((all, filters))
     })
     .await?;
-    let of = || (pod.clone(), netns.to_owned());
+    let ids = || (pod.clone(), netns.to_owned());
     if let Some(rules) = filters {
-        let (pod, netns) = of();
+        let (pod, netns) = ids();
         return Err(NetworkError::ForeignRules { pod, netns, rules });
     }
     interface::interfaces(dumped).map_err(|source| {
-        let (pod, netns) = of();
+        let (pod, netns) = ids();
         NetworkError::Unsuitable { pod, netns, source }
     })
 }
@@ -119,7 +121,7 @@ pub async fn taps(
     interfaces: &[Interface],
     limits: NetLimits,
 ) -> Result<Vec<Arc<OwnedFd>>, NetworkError> {
-    let wanted = devices(interfaces, limits);
+    let wanted = devices(interfaces, &limits);
     within(pod, netns, move || {
         let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         wanted.into_iter().map(|device| device.tap(&mut netlink).map(Arc::new)).collect()
@@ -135,7 +137,7 @@ pub async fn plug(
     limits: NetLimits,
     (tap_pool, taps): (Arc<TapPool>, Vec<PooledTap>),
 ) -> Result<(), NetworkError> {
-    let wanted = devices(interfaces, limits);
+    let wanted = devices(interfaces, &limits);
     within(pod, netns, move || {
         let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         for (device, tap) in wanted.iter().zip(&taps) {
@@ -179,17 +181,23 @@ impl Device {
                 shape::limit(netlink, device, rate).at("limit packets of the interface with", &self.name)?;
             }
         }
-        link::join(netlink, self.interface, index)
-            .at("redirect packets of the pod's interface to", &self.name)
+        let joined = match &self.limits.egress {
+            None => link::join(netlink, self.interface, index),
+            Some(egress) => {
+                let programs = egress.programs().at("load the programs for packets of", &self.name)?;
+                link::join_filtered(netlink, self.interface, index, &programs)
+            }
+        };
+        joined.at("redirect packets of the pod's interface to", &self.name)
     }
 }
 
-fn devices(interfaces: &[Interface], limits: NetLimits) -> Vec<Device> {
+fn devices(interfaces: &[Interface], limits: &NetLimits) -> Vec<Device> {
     let device = |interface: &Interface| Device {
         interface: interface.index,
         name: interface.host_device(),
         mtu: interface.mtu,
-        limits,
+        limits: limits.clone(),
     };
     interfaces.iter().map(device).collect()
 }

@@ -137,19 +137,19 @@ mod tests {
     #[test]
     fn an_occupied_namespace_is_found_by_the_occupants_id_and_outlives_it_at_a_path() {
         let dir = tempfile::tempdir().unwrap();
-        let kept = dir.path().join("netns/c1");
+        let path = dir.path().join("netns/c1");
         let occupant = Occupant::enter(None).unwrap();
         let found = PathBuf::from(format!("/proc/{}/ns/net", occupant.id()));
         assert!(!is_same(&found, Path::new("/proc/self/ns/net")).unwrap(), "it is a new one");
-        occupant.keep_at(&kept).unwrap();
-        let second = Occupant::enter(Some(open(&kept).unwrap())).unwrap();
+        occupant.keep_at(&path).unwrap();
+        let second = Occupant::enter(Some(open(&path).unwrap())).unwrap();
         assert!(is_same(&of_thread(second.id()), &found).unwrap());
         drop((occupant, second));
-        let again = Occupant::enter(Some(open(&kept).unwrap())).unwrap();
-        assert!(is_same(&of_thread(again.id()), &kept).unwrap());
-        release(&kept).unwrap();
-        assert!(!kept.exists());
-        release(&kept).unwrap();
+        let again = Occupant::enter(Some(open(&path).unwrap())).unwrap();
+        assert!(is_same(&of_thread(again.id()), &path).unwrap());
+        release(&path).unwrap();
+        assert!(!path.exists());
+        release(&path).unwrap();
     }
 
     #[test]

@@ -16,15 +16,18 @@ use sandboxer_netlink::{
 use sandboxer_vmm::Rate;
 use serde::{Deserialize, Serialize};
 
-use super::link::unknown;
+use super::{egress::Egress, link::unknown};
 
 /// Limits of each of a pod's interfaces, bytes with Ethernet headers.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetLimits {
     /// The limit of traffic to the pod.
     pub received: Option<Rate>,
     /// The limit of traffic from the pod.
     pub sent: Option<Rate>,
+    /// Where the pod may send packets to; `None`: everywhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress: Option<Egress>,
 }
 
 impl NetLimits {
@@ -113,7 +116,7 @@ mod tests {
     }
 
     /// Returns the rate and queue of the device's bucket, as reported by the kernel.
-    fn told(netlink: &mut Netlink, index: u32) -> io::Result<Vec<(u32, u32)>> {
+    fn read_buckets(netlink: &mut Netlink, index: u32) -> io::Result<Vec<(u32, u32)>> {
         let all = netlink.dump(RouteNetlinkMessage::GetQueueDiscipline(TcMessage::default()))?;
         let buckets = all.into_iter().filter_map(|message| match message {
             RouteNetlinkMessage::NewQueueDiscipline(qdisc)
@@ -141,12 +144,12 @@ mod tests {
     fn a_limit_is_the_kernels_and_can_be_changed() {
         with_tap(|netlink, one| {
             limit(netlink, one, Rate { per_second: 3 << 20, burst: 6 << 20 })?;
-            assert_eq!(told(netlink, one)?, [(3 << 20, (3 << 20) / 10)]);
+            assert_eq!(read_buckets(netlink, one)?, [(3 << 20, (3 << 20) / 10)]);
             limit(netlink, one, Rate::plain(64 << 10))?;
-            assert_eq!(told(netlink, one)?, [(64 << 10, 128 << 10)]);
+            assert_eq!(read_buckets(netlink, one)?, [(64 << 10, 128 << 10)]);
             // 80 Gbit/s do not fit in a field of 32 bits.
             limit(netlink, one, Rate { per_second: 10 << 30, burst: u64::from(u32::MAX) })?;
-            assert_eq!(told(netlink, one)?, [(u32::MAX, 1 << 30)]);
+            assert_eq!(read_buckets(netlink, one)?, [(u32::MAX, 1 << 30)]);
             Ok(())
         })
         .unwrap();
@@ -162,7 +165,7 @@ mod tests {
             netlink.request(RouteNetlinkMessage::NewQueueDiscipline(theirs), NLM_F_CREATE)?;
             let error = limit(netlink, one, Rate::plain(1 << 20)).unwrap_err();
             assert!(error.to_string().contains("a root qdisc of another program"), "{error}");
-            assert_eq!(told(netlink, one)?, []);
+            assert_eq!(read_buckets(netlink, one)?, []);
             Ok(())
         })
         .unwrap();

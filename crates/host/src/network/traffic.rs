@@ -69,7 +69,7 @@ pub async fn read(
     within(pod, netns, move || {
         let links = RouteNetlinkMessage::GetLink(LinkMessage::default());
         let links = Netlink::open().at_step(RTNETLINK)?.dump(links).at_step("read counters of interfaces")?;
-        let of = |index: u32| {
+        let traffic = |index: u32| {
             let link = links.iter().find_map(|message| match message {
                 RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link),
                 _ => None,
@@ -79,7 +79,7 @@ pub async fn read(
                 _ => None,
             })
         };
-        Ok(wanted.into_iter().map(|index| of(index).unwrap_or_default()).collect())
+        Ok(wanted.into_iter().map(|index| traffic(index).unwrap_or_default()).collect())
     })
     .await
 }

@@ -115,7 +115,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     };
     let dir = job.image.parent().unwrap_or(Path::new("/"));
     let full = |needed| BuildError::Full { dir: dir.to_owned(), layers: job.content.dirs(), needed };
-    let tree = Tree::of(&root, matches!(job.content, Content::Upper(_)), WALK_TIME)?;
+    let tree = Tree::walk(&root, matches!(job.content, Content::Upper(_)), WALK_TIME)?;
     let bytes = tree.data.saturating_add(tree.holes);
     if bytes > MAX_IMAGE_BYTES {
         return Err(BuildError::TooLarge { layers: job.content.dirs(), bytes });

@@ -37,7 +37,7 @@ use self::{
     mounts::{Lower, Wanted, WantedWritable},
     scratch::Scratches,
 };
-use super::helper::Helpers;
+use super::helper::{HelperError, Helpers};
 
 pub(crate) use self::superblock::check as check_image;
 pub use self::{
@@ -195,6 +195,47 @@ impl RootfsStore {
             container: container.clone(),
             source,
         })
+    }
+
+    /// Returns whether these read-only disks of a container, uppermost first, have what `mounts` name; `false` also if that cannot be
+    /// told. Creates nothing.
+    pub async fn is_made_of(
+        &self,
+        pod: &SandboxId,
+        container: &ContainerId,
+        mounts: &[Mount],
+        disks: &[&Path],
+    ) -> Result<bool, RootfsError> {
+        let refused =
+            |refusal| RootfsError::Mount { pod: pod.clone(), container: container.clone(), refusal };
+        let failed = |source: HelperError| RootfsError::Build {
+            pod: pod.clone(),
+            container: container.clone(),
+            source: Arc::new(source.into()),
+        };
+        let mut disks = disks.iter();
+        let mut is_any = false;
+        for layer in mounts::read(mounts).map_err(refused)?.lower {
+            let is_same = match layer {
+                Lower::Upper(dir)
+                    if self.helpers.is_layer_empty(pod, dir.clone()).await.map_err(failed)? =>
+                {
+                    continue;
+                }
+                Lower::Chain(chain) => {
+                    let key = self.helpers.layers_key(pod, chain).await.map_err(failed)?;
+                    disks.next().is_some_and(|disk| self.cache.is_of(disk, &key))
+                }
+                Lower::Image { path, .. } => disks.next().is_some_and(|disk| **disk == path),
+                // They are a container's own.
+                Lower::Upper(_) | Lower::Directory(_) => false,
+            };
+            if !is_same {
+                return Ok(false);
+            }
+            is_any = true;
+        }
+        Ok(is_any && disks.next().is_none())
     }
 
     /// Leases an image that a container of an earlier daemon uses; `None` if it is not in the cache.

@@ -125,15 +125,15 @@ impl Watchdog {
 
 /// Reads a stream to its end; returns its last bytes.
 fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
-    let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
+    let (mut last, mut buffer) = (Vec::new(), [0; 4096]);
     loop {
         match stream.read(&mut buffer) {
-            Ok(0) => return Ok(kept),
-            Ok(count) => kept.extend_from_slice(&buffer[..count]),
+            Ok(0) => return Ok(last),
+            Ok(count) => last.extend_from_slice(&buffer[..count]),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        kept.drain(..kept.len().saturating_sub(STDERR_LEN));
+        last.drain(..last.len().saturating_sub(STDERR_LEN));
     }
 }
 

@@ -152,10 +152,10 @@ fn empty_name(bytes: u64) -> String {
 }
 
 fn clear(dir: &Path, usual_bytes: u64) -> io::Result<()> {
-    let kept = empty_name(usual_bytes);
+    let usual_name = empty_name(usual_bytes);
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
-        if entry.file_name() != kept.as_str()
+        if entry.file_name() != usual_name.as_str()
             && let Err(error) = fs::remove_file(entry.path())
         {
             tracing::warn!(path = ?entry.path(), %error, "cannot remove an unused scratch disk; the next daemon does");

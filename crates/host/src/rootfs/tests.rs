@@ -57,7 +57,7 @@ impl Fixture {
     }
 
     /// Returns an mkfs of this fixture only, whose [runs] can be counted; it executes `program`.
-    fn counted_mkfs(&mut self, program: &str) -> PathBuf {
+    fn replace_mkfs(&mut self, program: &str) -> PathBuf {
         let script = self.programs.path().join("mkfs");
         fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
         fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
@@ -207,7 +207,7 @@ async fn a_snapshot_of_its_own_above_images_is_a_layer_more_or_refused_for_a_mar
 #[tokio::test]
 async fn many_that_want_one_image_at_once_get_one() {
     let mut fixture = Fixture::new();
-    let count = fixture.counted_mkfs("mkfs.erofs");
+    let count = fixture.replace_mkfs("mkfs.erofs");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
     let mounts = fixture.overlay(&[&layer]);
@@ -233,7 +233,7 @@ async fn many_that_want_one_image_at_once_get_one() {
 #[tokio::test]
 async fn whoever_stops_waiting_takes_nothing_from_the_others() {
     let mut fixture = Fixture::new();
-    let count = fixture.counted_mkfs("mkfs.erofs");
+    let count = fixture.replace_mkfs("mkfs.erofs");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
     let mounts = fixture.overlay(&[&layer]);
@@ -257,17 +257,17 @@ async fn the_least_recently_used_goes_and_never_one_in_use() {
     let store = fixture.store();
     let (a, b, c) = (fixture.layer("a", "a"), fixture.layer("b", "b"), fixture.layer("c", "c"));
     let image = |plan: &RootfsPlan| plan.lower[0].disk.file.name().to_owned();
-    let held = prepare(&store, &fixture.overlay(&[&a])).await.unwrap();
+    let leased = prepare(&store, &fixture.overlay(&[&a])).await.unwrap();
     let idle = prepare(&store, &fixture.overlay(&[&b])).await.unwrap();
-    let gone = image(&idle);
-    assert!(gone.exists(), "in use, although there is no room");
+    let idle_image = image(&idle);
+    assert!(idle_image.exists(), "in use, although there is no room");
     drop(idle);
-    assert!(!gone.exists() && image(&held).exists());
-    let (again, other) = tokio::join!(async { store.lease(&image(&held)) }, async {
+    assert!(!idle_image.exists() && image(&leased).exists());
+    let (again, other) = tokio::join!(async { store.lease(&image(&leased)) }, async {
         prepare(&store, &fixture.overlay(&[&c])).await.unwrap()
     });
-    let path = image(&held);
-    drop((held, other));
+    let path = image(&leased);
+    drop((leased, other));
     assert!(path.exists(), "the second lease holds it");
     drop(again);
     assert!(fixture.images().is_empty());
@@ -279,14 +279,14 @@ async fn the_least_recently_used_goes_and_never_one_in_use() {
     for layer in [&a, &b, &a, &c] {
         prepare(&store, &fixture.overlay(&[layer])).await.unwrap();
     }
-    let kept = prepare(&store, &fixture.overlay(&[&c])).await.unwrap();
-    assert_eq!(fixture.images(), [image(&kept).file_name().unwrap().to_str().unwrap()]);
+    let newest = prepare(&store, &fixture.overlay(&[&c])).await.unwrap();
+    assert_eq!(fixture.images(), [image(&newest).file_name().unwrap().to_str().unwrap()]);
 }
 
 #[tokio::test]
 async fn a_store_opened_again_knows_its_images() {
     let mut fixture = Fixture::new();
-    let count = fixture.counted_mkfs("mkfs.erofs");
+    let count = fixture.replace_mkfs("mkfs.erofs");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
     let shared =
@@ -385,15 +385,15 @@ async fn mkfs_that_was_taken_over_reads_the_tree_writes_the_image_and_does_no_mo
     ] {
         exploit = exploit.replace(name, &number.to_string());
     }
-    fixture.counted_mkfs(&format!("perl -e '{exploit}' --"));
+    fixture.replace_mkfs(&format!("perl -e '{exploit}' --"));
     let store = fixture.store();
     let layer = fixture.layer("base", "the tree;");
     fs::write(layer.join("private"), "of another owner;").unwrap();
     std::os::unix::fs::chown(layer.join("private"), Some(4242), Some(4242)).unwrap();
     fs::set_permissions(layer.join("private"), Permissions::from_mode(0o600)).unwrap();
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
-    let (_, said) = text.split_once("user:").unwrap_or_else(|| panic!("{text}"));
-    let (users, said) = said.split_once(';').unwrap();
+    let (_, printed) = text.split_once("user:").unwrap_or_else(|| panic!("{text}"));
+    let (users, printed) = printed.split_once(';').unwrap();
     for user in users.split(',') {
         assert!(user.parse::<u32>().unwrap() >= 0x7ff0_0000, "{text}");
     }
@@ -407,7 +407,7 @@ async fn mkfs_that_was_taken_over_reads_the_tree_writes_the_image_and_does_no_mo
          socket:{refused};root:{refused};give:{refused};x32:{};the tree;of another owner;image;",
         libc::SIGSYS
     );
-    assert_eq!(said.trim(), expected, "{text}");
+    assert_eq!(printed.trim(), expected, "{text}");
 }
 
 #[tokio::test]
@@ -424,7 +424,7 @@ async fn an_image_belongs_to_root_when_it_is_kept() {
 #[tokio::test]
 async fn a_failed_build_says_why_and_leaves_nothing() {
     let mut fixture = Fixture::new();
-    fixture.counted_mkfs("sh -c 'for arg; do image=$last; last=$arg; done; printf half > \"$image\"; echo \"no good\" >&2; exit 4'");
+    fixture.replace_mkfs("sh -c 'for arg; do image=$last; last=$arg; done; printf half > \"$image\"; echo \"no good\" >&2; exit 4'");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
@@ -465,7 +465,7 @@ fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
         runtime.block_on(async {
             let store = fixture.store();
             prepare(&store, &fixture.overlay(&[&first])).await.unwrap();
-            let held = prepare(&store, &fixture.overlay(&[&second])).await.unwrap();
+            let leased = prepare(&store, &fixture.overlay(&[&second])).await.unwrap();
             assert_eq!(fixture.images().len(), 1, "the first made room");
             for layer in [&first, &huge] {
                 let text = chain(&prepare(&store, &fixture.overlay(&[layer])).await.unwrap_err());
@@ -473,9 +473,9 @@ fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
             }
             assert_eq!(
                 fixture.images(),
-                [held.lower[0].disk.file.name().file_name().unwrap().to_str().unwrap()]
+                [leased.lower[0].disk.file.name().file_name().unwrap().to_str().unwrap()]
             );
-            drop(held);
+            drop(leased);
             let text = chain(&prepare(&store, &fixture.overlay(&[&huge])).await.unwrap_err());
             assert!(text.contains("no space left"), "{text}");
             assert_eq!(fixture.images().len(), 1, "nothing goes for what never fits");

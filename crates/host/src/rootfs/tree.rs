@@ -36,15 +36,15 @@ pub struct Tree {
 
 impl Tree {
     /// Walks the tree below `root`, within `limit`. Its resources are bounded by [`MAX_DEPTH`] and [`MAX_LINKED`], not
-    /// by the number of entries, which the image's author chooses. If the tree is `above` other layers, overlay's marks
+    /// by the number of entries, which the image's author chooses. If the tree `is_above` other layers, overlay's marks
     /// are refused.
-    pub fn of(root: &Path, above: bool, limit: Duration) -> Result<Self, BuildError> {
+    pub fn walk(root: &Path, is_above: bool, limit: Duration) -> Result<Self, BuildError> {
         let mut tree = Self::default();
         let mut ghost_bytes = 0;
         let mut linked = HashSet::new();
         let started = Instant::now();
         let open = |path: &Path| {
-            if above {
+            if is_above {
                 refuse_marks(path)?;
             }
             fs::read_dir(path).map_err(|error| unreadable(path, error))
@@ -79,7 +79,7 @@ impl Tree {
                     tree.ghosts.push(ghost.to_owned());
                 }
             } else if kind.is_file() {
-                if above {
+                if is_above {
                     refuse_marks(&entry.path())?;
                 }
                 let file = entry.metadata().map_err(|error| unreadable(&dir, error))?;
@@ -123,8 +123,8 @@ mod tests {
 
     use super::*;
 
-    fn of(root: &Path) -> Result<Tree, BuildError> {
-        Tree::of(root, false, Duration::from_secs(60))
+    fn walk(root: &Path) -> Result<Tree, BuildError> {
+        Tree::walk(root, false, Duration::from_secs(60))
     }
 
     /// Git's image has about 140 names for one program.
@@ -136,14 +136,14 @@ mod tests {
         for name in 0..300 {
             fs::hard_link(dir.path().join("git"), dir.path().join(format!("git-{name}"))).unwrap();
         }
-        assert_eq!(of(dir.path()).unwrap().data, 2 * 5000);
+        assert_eq!(walk(dir.path()).unwrap().data, 2 * 5000);
     }
 
     #[test]
     fn a_walk_has_a_time_limit() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("a"), "").unwrap();
-        let text = Tree::of(dir.path(), false, Duration::ZERO).unwrap_err().to_string();
+        let text = Tree::walk(dir.path(), false, Duration::ZERO).unwrap_err().to_string();
         assert!(text.contains("0ns") && text.contains(dir.path().to_str().unwrap()), "{text}");
     }
 
@@ -156,7 +156,7 @@ mod tests {
             fs::write(path, [7; 5000]).unwrap();
         }
         File::create(dir.path().join("a/hole")).unwrap().set_len(1 << 30).unwrap();
-        let tree = of(dir.path()).unwrap();
+        let tree = walk(dir.path()).unwrap();
         assert_eq!((tree.data, tree.holes), (4 * 5000, 1 << 30));
         assert!(tree.ghosts.is_empty());
     }
@@ -166,9 +166,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let deepest = |depth: usize| dir.path().join(["d"; MAX_DEPTH + 1][..depth].join("/"));
         fs::create_dir_all(deepest(MAX_DEPTH - 1)).unwrap();
-        assert!(of(dir.path()).is_ok());
+        assert!(walk(dir.path()).is_ok());
         fs::create_dir_all(deepest(MAX_DEPTH)).unwrap();
-        let text = of(dir.path()).unwrap_err().to_string();
+        let text = walk(dir.path()).unwrap_err().to_string();
         assert!(text.contains("/d/d/d") && text.contains("256"), "{text}");
     }
 }

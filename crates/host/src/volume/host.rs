@@ -67,7 +67,11 @@ pub fn origin(pod: &Dir, bound: &Found, name: &OsStr) -> io::Result<Origin> {
     {
         let root = Path::new("volumes").join(&plugin).join(name);
         if let Some(dir) = or_none(pod.dir(&root))? {
-            candidates.push((Plugin::of(&plugin), root, table.position(dir.mount()?.id, &path_of(&dir)?)));
+            candidates.push((
+                Plugin::from_dir_name(&plugin),
+                root,
+                table.position(dir.mount()?.id, &path_of(&dir)?),
+            ));
         }
     }
     let Some(source) = table.bound(&bound.mount()?) else { return Ok(Origin::Unclear) };

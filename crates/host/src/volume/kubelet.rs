@@ -79,7 +79,7 @@ pub enum Plugin {
 
 impl Plugin {
     /// Returns the plugin whose volumes are in the directory `name`.
-    pub fn of(name: &OsStr) -> Self {
+    pub fn from_dir_name(name: &OsStr) -> Self {
         match name.to_str().and_then(|name| name.strip_prefix(PLUGIN)) {
             Some("configmap" | "secret" | "projected" | "downward-api") => Self::Projected,
             Some("empty-dir") => Self::EmptyDir,
@@ -122,7 +122,7 @@ impl<'a> Own<'a> {
     pub fn place(&self) -> Place<'a> {
         let first = self.below.first().and_then(|first| first.to_str()).unwrap_or_default();
         match (first, &self.below[..]) {
-            ("volumes", [_, plugin, _, inside @ ..]) => match Plugin::of(plugin) {
+            ("volumes", [_, plugin, _, inside @ ..]) => match Plugin::from_dir_name(plugin) {
                 // kubelet mounts these volumes whole; a part of one is bound elsewhere.
                 Plugin::EmptyDir | Plugin::Projected if !inside.is_empty() => Place::Unknown,
                 plugin => Place::Volume { plugin, root: self.below[..3].iter().collect() },
@@ -183,7 +183,7 @@ mod tests {
     fn a_kubelets_paths_say_what_they_are() {
         for root in ["/var/lib/kubelet", "/data/pods/k", "/pods"] {
             let pod = format!("{root}/pods/{UID}");
-            let is = |below: &str| {
+            let place_of = |below: &str| {
                 let (found, place) = placed(&format!("{pod}/{below}")).unwrap();
                 assert_eq!(found, Path::new(&pod));
                 place
@@ -197,37 +197,37 @@ mod tests {
                 ("csi", "Other"),
             ] {
                 let below = format!("volumes/kubernetes.io~{plugin}/v");
-                assert_eq!(is(&below), format!("{kind} {below}"));
+                assert_eq!(place_of(&below), format!("{kind} {below}"));
             }
-            assert_eq!(is("volumes/kubernetes.io~csi/v/mount"), "Other volumes/kubernetes.io~csi/v");
-            assert_eq!(is("volume-subpaths/cache/web/0"), "part of cache");
-            assert_eq!(is("containers/web/1a2b3c4d"), "message");
+            assert_eq!(place_of("volumes/kubernetes.io~csi/v/mount"), "Other volumes/kubernetes.io~csi/v");
+            assert_eq!(place_of("volume-subpaths/cache/web/0"), "part of cache");
+            assert_eq!(place_of("containers/web/1a2b3c4d"), "message");
         }
     }
 
     #[test]
     fn what_a_pods_author_wrote_is_a_name_and_no_more() {
         let pod = format!("/var/lib/kubelet/pods/{UID}");
-        let is = |below: &str| placed(&format!("{pod}/{below}"));
+        let place_of = |below: &str| placed(&format!("{pod}/{below}"));
         let own = |place: &str| Some((PathBuf::from(&pod), place.to_owned()));
         assert_eq!(
-            is("volumes/kubernetes.io~empty-dir/pods"),
+            place_of("volumes/kubernetes.io~empty-dir/pods"),
             own("EmptyDir volumes/kubernetes.io~empty-dir/pods")
         );
-        assert_eq!(is("volume-subpaths/pods/pods/0"), own("part of pods"));
-        assert_eq!(is("containers/pods/0a"), own("message"));
+        assert_eq!(place_of("volume-subpaths/pods/pods/0"), own("part of pods"));
+        assert_eq!(place_of("containers/pods/0a"), own("message"));
         for inner in ["pods/u", &format!("pods/{UID}")] {
             let below =
                 format!("volumes/kubernetes.io~empty-dir/cache/{inner}/volumes/kubernetes.io~secret/v");
-            assert_eq!(is(&below), own("unknown"));
+            assert_eq!(place_of(&below), own("unknown"));
             let below = format!("volumes/kubernetes.io~csi/c/mount/{inner}/volumes/kubernetes.io~secret/v");
-            assert_eq!(is(&below), own("Other volumes/kubernetes.io~csi/c"));
+            assert_eq!(place_of(&below), own("Other volumes/kubernetes.io~csi/c"));
         }
     }
 
     #[test]
     fn other_paths_are_nobodys() {
-        let with = |uid: &str, path: &str| {
+        let pod_dir = |uid: &str, path: &str| {
             Kubelet { uid: uid.to_owned(), ..kubelet() }.split(Path::new(path)).map(|own| own.pod)
         };
         for other in [
@@ -239,10 +239,10 @@ mod tests {
             "pods/0f6a/volumes/kubernetes.io~secret/v",
             "/srv/pods/0f6",
         ] {
-            assert_eq!(with(UID, other), None, "{other}");
+            assert_eq!(pod_dir(UID, other), None, "{other}");
         }
         for uid in ["", ".", "..", "a/b", "/"] {
-            assert_eq!(with(uid, &format!("/var/lib/kubelet/pods/{uid}/volumes/x/y")), None, "{uid:?}");
+            assert_eq!(pod_dir(uid, &format!("/var/lib/kubelet/pods/{uid}/volumes/x/y")), None, "{uid:?}");
         }
     }
 }

@@ -55,7 +55,7 @@ const USE_VOLUMES: &str = ": mount a whole volume or a subPath of one";
 const SET_ROOT: &str = ": set volumes.kubelet_root to kubelet's root directory";
 
 /// Options of a bind mount that work the same in a guest.
-const KEPT_OPTIONS: [&str; 17] = [
+const SUPPORTED_OPTIONS: [&str; 17] = [
     "bind",
     "rbind",
     "ro",
@@ -269,7 +269,7 @@ pub(crate) fn classify(mount: &Mount, kubelet: &Kubelet) -> Result<(Volume, Foun
     let (mut options, mut follows_host_mounts) = (Vec::new(), false);
     for option in mount.options().iter().flatten() {
         match option.as_str() {
-            kept if KEPT_OPTIONS.contains(&kept) => options.push(option.clone()),
+            supported if SUPPORTED_OPTIONS.contains(&supported) => options.push(option.clone()),
             "private" | "rprivate" => {}
             "slave" | "rslave" => follows_host_mounts = true,
             "shared" | "rshared" => {

@@ -157,7 +157,7 @@ mod tests {
 
         async fn disk(&self, dir: &Path, bytes: Option<u64>) -> Result<DiskFile, VolumeError> {
             let pod = "pod".parse().unwrap();
-            self.spaces.disk(&self.helpers.of("u"), &pod, dir, bytes).await
+            self.spaces.disk(&self.helpers.on_behalf_of("u"), &pod, dir, bytes).await
         }
     }
 

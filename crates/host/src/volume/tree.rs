@@ -176,9 +176,9 @@ impl<'a> Reading<'a> {
         let file = dir.find(name).and_then(|found| found.open(Access::Read)).map_err(failed)?;
         let mut content = Vec::new();
         // One more byte reveals a larger file.
-        let room = MAX_BYTES - self.bytes;
-        let length = file.take(room + 1).read_to_end(&mut content).map_err(failed)? as u64;
-        if length > room {
+        let free = MAX_BYTES - self.bytes;
+        let length = file.take(free + 1).read_to_end(&mut content).map_err(failed)? as u64;
+        if length > free {
             return Err(self.too_large(format!("{MAX_BYTES} bytes")));
         }
         self.bytes += length;

@@ -173,7 +173,8 @@ mod tests {
     impl Node {
         fn new() -> Self {
             let root = tempfile::tempdir().unwrap();
-            let helpers = Helpers::new(None, Duration::from_secs(60)).with_kubelet_root(root.path()).of("u");
+            let helpers =
+                Helpers::new(None, Duration::from_secs(60)).with_kubelet_root(root.path()).on_behalf_of("u");
             Self { root, helpers, watches: Watches::new().unwrap() }
         }
 
@@ -240,7 +241,7 @@ mod tests {
         for dir in &dirs {
             drop(node.watch(dir).await.unwrap());
         }
-        let _held = node.watch(&dirs[0]).await.unwrap();
+        let _watch = node.watch(&dirs[0]).await.unwrap();
         assert_eq!(node.watches.watched().senders.len(), 1);
     }
 }

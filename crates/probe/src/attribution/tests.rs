@@ -119,7 +119,7 @@ fn a_guests_pid_is_not_a_hosts() {
 fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
     let (a, b) = (pod("pod-a", "ctr-a", 0), pod("pod-b", "ctr-b", 0));
     let known = Known { cri: Some(5), observers: [3].into(), ..Known::default() };
-    let of = |id: &str, shim: i32, table: &mut Vec<Process>| {
+    let add_pod = |id: &str, shim: i32, table: &mut Vec<Process>| {
         table.push(process(shim, 1, "containerd-shim-kata-v2", &format!("-namespace k8s.io -id {id}")));
         // Its virtiofsd starts a second one; its VMM is found without KVM, too.
         table.push(process(
@@ -137,8 +137,8 @@ fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
         ));
     };
     let mut table = vec![process(3, 1, "observer", ""), process(5, 1, "containerd", "")];
-    of("pod-a", 10, &mut table);
-    of("pod-b", 20, &mut table);
+    add_pod("pod-a", 10, &mut table);
+    add_pod("pod-b", 20, &mut table);
     let mut expected = Vec::new();
     for (id, shim) in [("pod-a", 10), ("pod-b", 20)] {
         for (pid, role) in [(0, Role::Shim), (1, Role::Helper), (2, Role::Helper), (3, Role::Vmm)] {
@@ -170,8 +170,8 @@ impl DoubleKata {
             .stdout(writer)
             .spawn()
             .unwrap();
-        let said = std::io::read_to_string(reader).unwrap();
-        let children = said.lines().map(|line| line.parse().unwrap()).collect();
+        let output = std::io::read_to_string(reader).unwrap();
+        let children = output.lines().map(|line| line.parse().unwrap()).collect();
         Self { shim, children }
     }
 }
@@ -229,12 +229,12 @@ fn recorded(
     let mut rows = csv::Reader::from_reader(text.as_bytes());
     let mut found: Vec<(Process, Role, String)> = Vec::new();
     for row in rows.records().map(Result::unwrap) {
-        let [of, _, count, pid, name, pod, role, ..] = row.iter().collect::<Vec<_>>()[..] else {
+        let [row_runtime, _, count, pid, name, pod, role, ..] = row.iter().collect::<Vec<_>>()[..] else {
             panic!("{row:?}")
         };
         let pid: i32 = pid.parse().unwrap();
         // A VMM has one row for each part of its memory.
-        if of != runtime || count != pods || found.iter().any(|(process, ..)| process.pid == pid) {
+        if row_runtime != runtime || count != pods || found.iter().any(|(process, ..)| process.pid == pid) {
             continue;
         }
         let process =
@@ -328,11 +328,11 @@ fn all_of_our_own_processes_are_management() {
     // A short command of the daemon that makes a disk does not, either.
     table.insert(99, Process { program: Some((1, 5)), ..process(99, daemon, "mkfs.erofs", "") });
     let found = attribute(&table, &ids, &Known::default());
-    let of = |role: Role| {
+    let pids = |role: Role| {
         found.iter().filter(|(_, tie)| tie.role == role).map(|(pid, _)| *pid).collect::<Vec<_>>()
     };
     let helper = rows.iter().find(|(_, role, _)| *role == Role::Unattributed).unwrap().0.pid;
-    assert_eq!(of(Role::Daemon), [270, 271, daemon, helper]);
-    assert_eq!(of(Role::Unattributed), [99]);
-    assert_eq!((of(Role::Vmm).len(), of(Role::Pool).len()), (10, 2));
+    assert_eq!(pids(Role::Daemon), [270, 271, daemon, helper]);
+    assert_eq!(pids(Role::Unattributed), [99]);
+    assert_eq!((pids(Role::Vmm).len(), pids(Role::Pool).len()), (10, 2));
 }

@@ -60,7 +60,7 @@ fn parts(out: &mut String, all: &[Part]) {
                     escape(advice)
                 )
             }
-            Part::Table(of) => table(of),
+            Part::Table(rows) => table(rows),
             Part::Plots(figures) => {
                 let plot = |scene: &str, caption: &str| {
                     format!("<figure>{scene}<figcaption>{}</figcaption></figure>", escape(caption))
@@ -85,12 +85,12 @@ fn table(table: &Table) -> String {
         let column = &table.columns[index];
         let class = if column.is_text { " class=\"l\"" } else { "" };
         // On narrow screens a row's cells are stacked, each with its heading.
-        let of = if stacks && tag == "td" && index > 0 {
+        let heading = if stacks && tag == "td" && index > 0 {
             format!(" data-of=\"{}\"", escape(&column.name))
         } else {
             String::new()
         };
-        format!("<{tag}{class}{of}>{}</{tag}>", escape(text))
+        format!("<{tag}{class}{heading}>{}</{tag}>", escape(text))
     };
     let line = |tag: &str, cells: &mut dyn Iterator<Item = &String>| -> String {
         let cells: String = cells.enumerate().map(|(index, text)| cell(tag, index, text)).collect();

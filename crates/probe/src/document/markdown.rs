@@ -19,7 +19,7 @@ fn parts(out: &mut String, all: &[Part]) {
             Part::Text(text) => escape(text),
             Part::List(lines) => list(lines),
             Part::Warning { seen, advice } => list(&[format!("{} {advice}", seen.join(" "))]),
-            Part::Table(of) => table(of),
+            Part::Table(rows) => table(rows),
             Part::Plots(_) => continue,
             Part::Fold { title, parts: folded, .. } => {
                 *out += &format!("### {}\n\n", escape(title));

@@ -75,7 +75,7 @@ pub struct Client {
 
 impl Client {
     /// Creates a client without connecting.
-    pub fn of(access: &Access) -> Result<Self, ApiError> {
+    pub fn new(access: &Access) -> Result<Self, ApiError> {
         let bad = |what, why: String| ApiError::Access { what, why };
         let uri: Uri =
             access.server.parse().map_err(|error| bad("server", format!("{}: {error}", access.server)))?;

@@ -145,13 +145,13 @@ impl Access {
             .map_err(|source| KubeconfigError::Shape { path: path.to_owned(), source })?;
         let reader = Reader { path };
         let name = context.unwrap_or(&file.current_context);
-        let context = file.contexts.iter().find(|of| of.name == name);
+        let context = file.contexts.iter().find(|named| named.name == name);
         let context = &context.ok_or_else(|| reader.missing("context", name))?.context;
-        let cluster = file.clusters.iter().find(|of| of.name == context.cluster);
+        let cluster = file.clusters.iter().find(|named| named.name == context.cluster);
         let cluster = &cluster.ok_or_else(|| reader.missing("cluster", &context.cluster))?.cluster;
         let none = User::default();
-        let user = match file.users.iter().find(|of| of.name == context.user) {
-            Some(named) => &named.user,
+        let user = match file.users.iter().find(|named| named.name == context.user) {
+            Some(user) => &user.user,
             None if context.user.is_empty() => &none,
             None => return Err(reader.missing("user", &context.user)),
         };

@@ -64,7 +64,7 @@ pub struct Class {
 }
 
 /// Returns the result of these rows.
-pub fn of(plan: &Plan, cluster: String, rows: Vec<Row>, partial: bool, mut notes: Vec<String>) -> Report {
+pub fn build(plan: &Plan, cluster: String, rows: Vec<Row>, partial: bool, mut notes: Vec<String>) -> Report {
     let name = |class: &String| if class.is_empty() { "(none)".to_owned() } else { class.clone() };
     let classes: BTreeMap<String, Class> =
         plan.classes.iter().map(|class| (name(class), summary(&rows, class))).collect();
@@ -96,9 +96,9 @@ pub fn of(plan: &Plan, cluster: String, rows: Vec<Row>, partial: bool, mut notes
 }
 
 fn summary(rows: &[Row], class: &str) -> Class {
-    let counted: Vec<&Row> = rows.iter().filter(|row| row.class == class && !row.warm_up).collect();
-    let failures = counted.iter().filter(|row| row.outcome() == Outcome::Failed).count();
-    let times: Vec<f64> = counted.iter().filter_map(|row| row.ready_s()).collect();
+    let rows_of_class: Vec<&Row> = rows.iter().filter(|row| row.class == class && !row.warm_up).collect();
+    let failures = rows_of_class.iter().filter(|row| row.outcome() == Outcome::Failed).count();
+    let times: Vec<f64> = rows_of_class.iter().filter_map(|row| row.ready_s()).collect();
     let ordered = sorted(&times);
     let mean = mean(&times);
     let sd = mean.filter(|_| times.len() > 1).map(|mean| {
@@ -108,7 +108,7 @@ fn summary(rows: &[Row], class: &str) -> Class {
     for time in &times {
         *pods_by_s.entry(time.round() as i64).or_default() += 1;
     }
-    let ok: Vec<&Row> = counted.into_iter().filter(|row| row.outcome() == Outcome::Ok).collect();
+    let ok: Vec<&Row> = rows_of_class.into_iter().filter(|row| row.outcome() == Outcome::Ok).collect();
     Class {
         n: times.len() + failures,
         failures,

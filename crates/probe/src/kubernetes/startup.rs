@@ -142,7 +142,7 @@ pub async fn measure(
     }
     let notes = clean(client, plan).await.err().into_iter().collect();
     let version = version.get("gitVersion").and_then(Value::as_str).unwrap_or("unknown").to_owned();
-    Ok(report::of(plan, version, rows, cancel.is_cancelled(), notes))
+    Ok(report::build(plan, version, rows, cancel.is_cancelled(), notes))
 }
 
 async fn one(client: &Client, plan: &Plan, name: &str, mut row: Row, cancel: &CancellationToken) -> Row {
@@ -210,14 +210,14 @@ async fn ready(client: &Client, plan: &Plan, path: &str, mut pod: Value) -> Resu
             return Ok(pod);
         }
         let phase = pod.pointer("/status/phase").and_then(Value::as_str).unwrap_or("Unknown").to_owned();
-        let waits = waits(&pod);
+        let reason = waiting_reason(&pod);
         if matches!(&*phase, "Failed" | "Succeeded")
-            || HOPELESS.iter().any(|reason| waits.starts_with(reason))
+            || HOPELESS.iter().any(|hopeless| reason.starts_with(hopeless))
         {
-            return Err(format!("the pod does not get ready: phase {phase}, {waits}"));
+            return Err(format!("the pod does not get ready: phase {phase}, {reason}"));
         }
         if Instant::now() >= end {
-            return Err(format!("not ready within {:?}: phase {phase}, {waits}", plan.timeout));
+            return Err(format!("not ready within {:?}: phase {phase}, {reason}", plan.timeout));
         }
         tokio::time::sleep(LOOK).await;
         pod = client.call(Method::GET, path, None).await.map_err(|error| chain(&error))?;
@@ -225,25 +225,26 @@ async fn ready(client: &Client, plan: &Plan, path: &str, mut pod: Value) -> Resu
 }
 
 /// Returns why a pod is not ready yet: its container's reason, or else a condition's.
-fn waits(pod: &Value) -> String {
+fn waiting_reason(pod: &Value) -> String {
     let text = |value: &Value| {
-        let of = |name: &str| value.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
-        format!("{}: {}", of("reason"), of("message"))
+        let field = |name: &str| value.get(name).and_then(Value::as_str).unwrap_or_default().to_owned();
+        format!("{}: {}", field("reason"), field("message"))
     };
     let state = pod.pointer("/status/containerStatuses/0/state");
     if let Some(state) = state.and_then(|state| state.get("waiting").or_else(|| state.get("terminated"))) {
         return text(state);
     }
     let conditions = pod.pointer("/status/conditions").and_then(Value::as_array);
-    let unmet = conditions.into_iter().flatten().find(|of| of["status"] == "False");
+    let unmet = conditions.into_iter().flatten().find(|condition| condition["status"] == "False");
     unmet.map_or_else(|| "without a reason".into(), text)
 }
 
 /// Returns the time at which a condition became true.
 fn condition(pod: &Value, kind: &str) -> Option<Timestamp> {
     let conditions = pod.pointer("/status/conditions")?.as_array()?;
-    let of = conditions.iter().find(|of| of["type"] == kind && of["status"] == "True")?;
-    of.get("lastTransitionTime")?.as_str()?.parse().ok()
+    let condition =
+        conditions.iter().find(|condition| condition["type"] == kind && condition["status"] == "True")?;
+    condition.get("lastTransitionTime")?.as_str()?.parse().ok()
 }
 
 async fn events(client: &Client, plan: &Plan, pod: &Value) -> Result<Value, ApiError> {

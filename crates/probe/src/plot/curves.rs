@@ -142,12 +142,12 @@ pub fn look(ink: Ink) -> (f32, Dash) {
 }
 
 /// Returns a text shortened to the available width.
-pub fn fitting(text: &str, room: f32) -> String {
-    if text_width(text) <= room {
+pub fn fitting(text: &str, width: f32) -> String {
+    if text_width(text) <= width {
         return text.to_owned();
     }
-    let kept = (room / text_width("x")) as usize;
-    text.chars().take(kept.saturating_sub(1)).chain(['…']).collect()
+    let max_chars = (width / text_width("x")) as usize;
+    text.chars().take(max_chars.saturating_sub(1)).chain(['…']).collect()
 }
 
 #[cfg(test)]

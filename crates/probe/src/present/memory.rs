@@ -69,10 +69,11 @@ fn growth(reports: &[&Report]) -> Table {
         "r²",
     ];
     let mut table = Table::new(1, names);
-    for (runtime, of) in reports.iter().flat_map(|report| &report.marginal_kib_per_pod) {
+    for (runtime, marginal) in reports.iter().flat_map(|report| &report.marginal_kib_per_pod) {
         let figures =
-            [of.total, of.overhead, of.management, of.daemon, of.available].map(|kib| format!("{kib:.0}"));
-        table.row(std::iter::once(runtime.clone()).chain(figures).chain([format!("{:.3}", of.r2)]));
+            [marginal.total, marginal.overhead, marginal.management, marginal.daemon, marginal.available]
+                .map(|kib| format!("{kib:.0}"));
+        table.row(std::iter::once(runtime.clone()).chain(figures).chain([format!("{:.3}", marginal.r2)]));
     }
     table
 }

@@ -35,14 +35,14 @@ pub fn section(anchors: Vec<Anchor>) -> Vec<Part> {
     let mut table = Table::new(6, names).with_prose().with_details(&["note", "source"]);
     for anchor in anchors {
         let (what, figure) = match &anchor.figure {
-            Figure::StartUp { measures, n, is, ms, p95_ms, p99_ms, .. } => {
+            Figure::StartUp { measures, n, statistic, ms, p95_ms, p99_ms, .. } => {
                 let n = n.map_or_else(|| "n not stated".into(), |n| format!("n = {n}"));
                 let more = [("p95", p95_ms), ("p99", p99_ms)];
                 let more: String = more
                     .iter()
                     .filter_map(|(name, value)| Some(format!(", {name} {:.0}", value.as_ref()?)))
                     .collect();
-                (measures.clone(), format!("{} {ms:.0}{more} ms, {n}", is.as_str()))
+                (measures.clone(), format!("{} {ms:.0}{more} ms, {n}", statistic.as_str()))
             }
             Figure::Memory { pods, definition, pss_mb } => {
                 (format!("memory, {definition}, pods: {pods}"), format!("{pss_mb:.0} MB"))

@@ -56,7 +56,7 @@ fn named(runtime: &str, how: String, summary: &Summary) -> Vec<String> {
 
 /// Returns the ratios of starts, and the probe's own cost per start.
 fn notes(report: &Report) -> Vec<String> {
-    let mut notes: Vec<String> = report.told_ratios().map(ToString::to_string).collect();
+    let mut notes: Vec<String> = report.notable_ratios().map(ToString::to_string).collect();
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         notes.push(format!("{} over a bare boot of its VM: medians {over}", bare.like));
     }
@@ -87,9 +87,9 @@ pub fn stages(report: &Report) -> Vec<Part> {
         let mut table = Table::new(1, ["stage", "n", "p50", "p90", "p99", "max"]);
         let rest = series.unexplained.iter().map(|summary| ("unexplained".to_owned(), summary));
         let stages = series.stages.iter().map(|(stage, summary)| (stage.to_string(), summary));
-        for (name, of) in stages.chain(rest) {
-            let figures = [of.p50_ms, of.p90_ms, of.p99_ms, of.max_ms].map(ms);
-            table.row([name, of.n.to_string()].into_iter().chain(figures));
+        for (name, summary) in stages.chain(rest) {
+            let figures = [summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms].map(ms);
+            table.row([name, summary.n.to_string()].into_iter().chain(figures));
         }
         let title = format!("Stages of {} {}, {}", series.runtime, series.mode, report.clock.ms());
         [Part::heading(title), Part::Table(table)]

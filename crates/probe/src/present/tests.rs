@@ -48,7 +48,7 @@ fn of_workload(result: Workload) -> Results {
 }
 
 fn page_of(results: &Results) -> String {
-    html::render(&page(results, &Palette::of(&results.startups, &results.workloads)))
+    html::render(&page(results, &Palette::new(&results.startups, &results.workloads)))
 }
 
 fn tables_of(startups: Vec<Loaded>) -> String {
@@ -95,7 +95,7 @@ fn virtual_time_is_said_on_every_table_and_plot_and_no_published_time_stands_bes
     let text = page_of(&of_starts(vec![run.clone()]));
     assert!(text.contains("Start-up, virtual ms</h3>") && text.contains(">virtual time</span>"), "{text}");
     assert!(text.contains("Times are virtual"), "{text}");
-    let figures = figures(&run, &Palette::of([&run], &[]));
+    let figures = figures(&run, &Palette::new([&run], &[]));
     assert!(!figures.is_empty());
     for figure in figures {
         let drawn = svg(&figure.scene);
@@ -151,13 +151,13 @@ fn times_of_two_clocks_stand_in_two_tables_and_published_ones_only_beside_the_wa
 
 #[test]
 fn ratios_to_runc_and_exits_stand_in_the_row() {
-    let mut of = result("own", &[Mode::Serial]);
+    let mut loaded = result("own", &[Mode::Serial]);
     let other = result("runc", &[Mode::Serial]);
-    of.samples.iter_mut().for_each(|sample| sample.kvm_exits = Some(700));
-    of.samples.extend(other.samples);
+    loaded.samples.iter_mut().for_each(|sample| sample.kvm_exits = Some(700));
+    loaded.samples.extend(other.samples);
     let mut report = Report::new(Manifest::default());
-    report.add_startup(&["own".to_owned(), "runc".to_owned()], &of.samples, &[]);
-    let text = tables_of(vec![Loaded { report, ..of }]);
+    report.add_startup(&["own".to_owned(), "runc".to_owned()], &loaded.samples, &[]);
+    let text = tables_of(vec![Loaded { report, ..loaded }]);
     assert!(text.contains("| 108 | 1.00 (0.96–1.04) | 700 |\n"), "{text}");
     assert!(
         text.contains("- not measured, because no row has KVM exits: series.runc.serial.kvm\\_exits"),
@@ -167,55 +167,55 @@ fn ratios_to_runc_and_exits_stand_in_the_row() {
 
 #[test]
 fn a_baseline_has_a_column_of_its_own_and_says_how_many_times_faster() {
-    let mut of = result("own", &[Mode::Serial]);
+    let mut loaded = result("own", &[Mode::Serial]);
     for (name, times) in [("kata", 11.0), ("runc", 2.0)] {
-        of.samples.extend(
+        loaded.samples.extend(
             result(name, &[Mode::Serial])
                 .samples
                 .into_iter()
                 .map(|sample| Sample { first_byte_ms: sample.first_byte_ms.map(|ms| ms * times), ..sample }),
         );
     }
-    of.samples.iter_mut().for_each(|sample| sample.outcome = Outcome::Ok);
+    loaded.samples.iter_mut().for_each(|sample| sample.outcome = Outcome::Ok);
     let runtimes = ["own", "kata", "runc"].map(str::to_owned);
     let mut report = Report { baseline: Some("kata".into()), ..Report::new(Manifest::default()) };
-    report.add_startup(&runtimes, &of.samples, &[]);
-    let text = tables_of(vec![Loaded { report: report.clone(), ..of.clone() }]);
+    report.add_startup(&runtimes, &loaded.samples, &[]);
+    let text = tables_of(vec![Loaded { report: report.clone(), ..loaded.clone() }]);
     assert!(text.contains("| over runc | over kata |"), "{text}");
     assert!(text.contains("| 0.50 (0.48–0.52) | 0.091 (0.087–0.094) |"), "{text}");
     assert!(text.contains("- own over kata, serial: medians 0.091 × (95 % CI 0.0"), "{text}");
     assert!(text.contains(", 11.0 times faster ("), "{text}");
     // A result that was measured without a baseline yields the same ratios.
     let mut later = Report::new(Manifest::default());
-    later.add_startup(&runtimes, &of.samples, &[]);
-    later.set_baseline("r", "kata", &of.samples).unwrap();
+    later.add_startup(&runtimes, &loaded.samples, &[]);
+    later.set_baseline("r", "kata", &loaded.samples).unwrap();
     let of_pair = |report: &Report| report.over("runc", "kata", Mode::Serial, false).copied();
     assert!(of_pair(&report).is_some() && of_pair(&report) == of_pair(&later));
-    let why = later.set_baseline("r", "gvisor", &of.samples).unwrap_err().to_string();
+    let why = later.set_baseline("r", "gvisor", &loaded.samples).unwrap_err().to_string();
     assert!(why.contains("'gvisor'; it has own, kata, runc"), "{why}");
     // There is no verdict if starts failed.
-    of.samples[0].outcome = Outcome::Failed;
+    loaded.samples[0].outcome = Outcome::Failed;
     let mut failed = Report::new(Manifest::default());
-    failed.add_startup(&runtimes, &of.samples, &[]);
-    let text = tables_of(vec![Loaded { report: failed, ..of }]);
+    failed.add_startup(&runtimes, &loaded.samples, &[]);
+    let text = tables_of(vec![Loaded { report: failed, ..loaded }]);
     assert!(text.contains("no verdict, because starts failed: 1 of own, 0 of kata"), "{text}");
 }
 
 #[test]
 fn first_pings_of_vms_are_notes() {
-    let mut of = result("vm", &[Mode::Serial]);
-    let pings = |of: &Loaded| {
+    let mut loaded = result("vm", &[Mode::Serial]);
+    let pings = |loaded: &Loaded| {
         let mut report = Report::new(Manifest::default());
-        report.add_startup(&["vm".to_owned()], &of.samples, &[]);
+        report.add_startup(&["vm".to_owned()], &loaded.samples, &[]);
         report
     };
-    assert!(pings(&of).not_measured.contains_key("series.vm.first_ping"));
-    of.samples.iter_mut().zip(9000..).for_each(|(sample, ms)| sample.first_ping_ms = Some(f64::from(ms)));
-    let report = pings(&of);
+    assert!(pings(&loaded).not_measured.contains_key("series.vm.first_ping"));
+    loaded.samples.iter_mut().zip(9000..).for_each(|(sample, ms)| sample.first_ping_ms = Some(f64::from(ms)));
+    let report = pings(&loaded);
     // The tenth start failed.
     let ping = "vm: the first ping was answered after 9004 ms (median of 9; 9000 to 9008)";
     assert!(report.notes.iter().any(|note| note == ping), "{:?}", report.notes);
-    assert!(tables_of(vec![Loaded { report, ..of }]).contains(&format!("- {ping}\n")));
+    assert!(tables_of(vec![Loaded { report, ..loaded }]).contains(&format!("- {ping}\n")));
 }
 
 #[test]

@@ -93,24 +93,25 @@ fn table(result: &Loaded, probes: &[Probe]) -> Table {
         &over,
     ];
     let mut table = Table::new(4, names).with_details(&["min", "max", "mean", "sd"]);
-    let of_probes = |of: &&Series| probes.iter().any(|probe| probe.name == of.probe);
-    for of in result.report.series.iter().filter(of_probes) {
-        let interval =
-            or_none(result.interval(of), |(low, high)| format!("{}–{}", shown(Some(low)), shown(Some(high))));
-        let ratio = or_none(result.report.over_reference(of), |over| over.ratio.short());
+    let of_probes = |series: &&Series| probes.iter().any(|probe| probe.name == series.probe);
+    for series in result.report.series.iter().filter(of_probes) {
+        let interval = or_none(result.interval(series), |(low, high)| {
+            format!("{}–{}", shown(Some(low)), shown(Some(high)))
+        });
+        let ratio = or_none(result.report.over_reference(series), |over| over.ratio.short());
         table.row([
-            named(&of.probe, &of.case),
-            of.metric.name.clone(),
-            of.metric.better.as_str().into(),
-            of.runtime.clone(),
-            of.n.to_string(),
-            of.failures.to_string(),
-            shown(of.p50),
+            named(&series.probe, &series.case),
+            series.metric.name.clone(),
+            series.metric.better.as_str().into(),
+            series.runtime.clone(),
+            series.n.to_string(),
+            series.failures.to_string(),
+            shown(series.p50),
             interval,
-            shown(of.min),
-            shown(of.max),
-            shown(of.mean),
-            shown(of.sd),
+            shown(series.min),
+            shown(series.max),
+            shown(series.mean),
+            shown(series.sd),
             ratio,
         ]);
     }

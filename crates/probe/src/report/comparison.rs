@@ -86,7 +86,7 @@ impl Comparison {
             }
             Mode::Serial | Mode::Sustained => {
                 let [a, b] = [a, b].map(|runtime| times(samples, runtime, mode));
-                (Ratio::of(&a, &b)?, [a.len(), b.len()])
+                (Ratio::estimate(&a, &b)?, [a.len(), b.len()])
             }
         };
         Some(Self::new((a, b), mode, series, ratio, n))
@@ -95,9 +95,9 @@ impl Comparison {
     /// Returns the ratio of the times of two runtimes' whole groups.
     pub(super) fn of_whole_groups((a, b): (&str, &str), series: &[Series]) -> Option<Self> {
         let walls = |runtime: &str| -> Vec<Vec<f64>> {
-            let of =
+            let matching =
                 series.iter().filter(|series| series.runtime == runtime && series.mode == Mode::Parallel);
-            of.flat_map(Series::walls).map(|wall| vec![wall]).collect()
+            matching.flat_map(Series::walls).map(|wall| vec![wall]).collect()
         };
         let (of_a, of_b) = (walls(a), walls(b));
         let ratio = Ratio::of_groups(&of_a, &of_b)?;
@@ -107,8 +107,8 @@ impl Comparison {
 
     fn new((a, b): (&str, &str), mode: Mode, series: &[Series], ratio: Ratio, samples: [usize; 2]) -> Self {
         let failures = |runtime: &str| {
-            let of = series.iter().filter(|series| series.runtime == runtime && series.mode == mode);
-            of.map(|series| series.summary.failures).sum()
+            let matching = series.iter().filter(|series| series.runtime == runtime && series.mode == mode);
+            matching.map(|series| series.summary.failures).sum()
         };
         let failures = [a, b].map(failures);
         Self {

@@ -87,7 +87,7 @@ impl Memory {
         })
     }
 
-    pub(super) fn of(group: &[&Point]) -> Self {
+    pub(super) fn from_points(group: &[&Point]) -> Self {
         let count = group.len() as f64;
         let mean = |f: &dyn Fn(&Point) -> f64| group.iter().map(|point| f(point)).sum::<f64>() / count;
         // Only if all repetitions have the value: a mean over some of them is not comparable.
@@ -118,7 +118,7 @@ impl Memory {
 }
 
 impl Marginal {
-    pub(super) fn of(points: &[&Point]) -> Option<Self> {
+    pub(super) fn fit(points: &[&Point]) -> Option<Self> {
         let line = |f: &dyn Fn(&Point) -> f64| {
             regression(&points.iter().map(|point| (point.ledger.pods as f64, f(point))).collect::<Vec<_>>())
         };

@@ -64,12 +64,12 @@ pub fn times_by_group(samples: &[Sample], runtime: &str) -> Vec<Vec<f64>> {
 }
 
 impl Series {
-    pub(super) fn of(runtime: &str, mode: Mode, samples: &[Sample], batches: &[Batch]) -> Self {
+    pub(super) fn new(runtime: &str, mode: Mode, samples: &[Sample], batches: &[Batch]) -> Self {
         let mine = |s: &&Sample| s.runtime == runtime && s.mode == mode && !s.warm_up;
         let failed: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.failed()).collect();
         let good: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.time().is_some()).collect();
-        let of = |f: &dyn Fn(&Sample) -> Option<f64>| {
-            Summary::of(&good.iter().filter_map(|s| f(s)).collect::<Vec<_>>(), 0)
+        let summary_of = |f: &dyn Fn(&Sample) -> Option<f64>| {
+            Summary::new(&good.iter().filter_map(|s| f(s)).collect::<Vec<_>>(), 0)
         };
         let mut failed_at = BTreeMap::new();
         for sample in &failed {
@@ -86,27 +86,29 @@ impl Series {
                 Mode::Parallel => samples.iter().filter(mine).map(|s| s.index + 1).max().unwrap_or(1),
                 Mode::Serial | Mode::Sustained => 1,
             },
-            summary: Summary::of(&good.iter().filter_map(|s| s.time()).collect::<Vec<_>>(), failed.len()),
+            summary: Summary::new(&good.iter().filter_map(|s| s.time()).collect::<Vec<_>>(), failed.len()),
             steps: [
-                ("pod".to_owned(), of(&|s| s.pod_ms)),
-                ("created".to_owned(), of(&|s| s.created_ms)),
-                ("started".to_owned(), of(&|s| s.started_ms)),
+                ("pod".to_owned(), summary_of(&|s| s.pod_ms)),
+                ("created".to_owned(), summary_of(&|s| s.created_ms)),
+                ("started".to_owned(), summary_of(&|s| s.started_ms)),
             ]
             .into_iter()
-            .chain(pinged.then(|| (FIRST_PING.to_owned(), of(&|s| s.first_ping_ms))))
+            .chain(pinged.then(|| (FIRST_PING.to_owned(), summary_of(&|s| s.first_ping_ms))))
             .collect(),
             batch_ms: batches.iter().map(|batch| batch.wall_ms).collect(),
             release_spread_ms: batches.iter().map(|batch| batch.release_spread_ms).collect(),
             rate: None,
             stages: Stage::ALL
                 .into_iter()
-                .map(|stage| (stage, of(&|s| s.stages.get(&stage).copied())))
+                .map(|stage| (stage, summary_of(&|s| s.stages.get(&stage).copied())))
                 .filter(|(_, summary)| summary.n > 0)
                 .collect(),
             unexplained: traced.then(|| {
-                of(&|s| Some(s.time()? - s.stages.values().sum::<f64>()).filter(|_| !s.stages.is_empty()))
+                summary_of(&|s| {
+                    Some(s.time()? - s.stages.values().sum::<f64>()).filter(|_| !s.stages.is_empty())
+                })
             }),
-            kvm_exits: ExitsPerPod::of(good.iter().filter_map(|s| s.kvm_exits).collect()),
+            kvm_exits: ExitsPerPod::from_counts(good.iter().filter_map(|s| s.kvm_exits).collect()),
             failed_at,
         }
     }
@@ -132,7 +134,7 @@ impl Series {
     pub fn whole_groups(&self) -> Option<Summary> {
         let walls: Vec<f64> = self.walls().collect();
         let failed = self.batch_ms.len() - walls.len();
-        (!self.batch_ms.is_empty()).then(|| Summary::of(&walls, failed))
+        (!self.batch_ms.is_empty()).then(|| Summary::new(&walls, failed))
     }
 
     /// Returns how the pods were started, for tables: "serial", "parallel × 50".

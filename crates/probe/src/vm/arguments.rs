@@ -77,7 +77,9 @@ impl Machine<'_> {
             add("-device", device(disk.serial));
         }
         let forwarded = |kind: &str| {
-            let rule = |of: &Forward| format!(",hostfwd={kind}:{}:{}-:{}", of.address, of.port, of.port);
+            let rule = |forward: &Forward| {
+                format!(",hostfwd={kind}:{}:{}-:{}", forward.address, forward.port, forward.port)
+            };
             self.forward.as_ref().map(rule).unwrap_or_default()
         };
         add(
@@ -133,7 +135,7 @@ mod tests {
         forward: Option<Forward>,
         station: Option<PathBuf>,
     ) -> String {
-        let image = Image::of(Path::new("/images/a,b/disk.raw"));
+        let image = Image::new(Path::new("/images/a,b/disk.raw"));
         let accelerator = Accelerator { kvm, reason: String::new() };
         let machine = Machine {
             image: &image,

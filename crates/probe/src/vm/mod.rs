@@ -56,20 +56,20 @@ pub enum VmError {
     #[error("the guest's output is unusable: {0}")]
     Output(#[from] port::PortError),
     /// QEMU exited before the command ended.
-    #[error("QEMU exited before the command ended ({status}); its last output: {said}")]
+    #[error("QEMU exited before the command ended ({status}); its last output: {last_output}")]
     Exited {
         /// QEMU's exit status.
         status: String,
         /// Last output of QEMU or of the guest's console.
-        said: String,
+        last_output: String,
     },
     /// The guest did not start its unit in time.
-    #[error("the guest did not start its unit within {limit:?}; its last output: {said}")]
+    #[error("the guest did not start its unit within {limit:?}; its last output: {last_output}")]
     NoUnit {
         /// The timeout.
         limit: std::time::Duration,
         /// Last output of QEMU or of the guest's console.
-        said: String,
+        last_output: String,
     },
 }
 
@@ -86,7 +86,7 @@ pub struct Image {
 
 impl Image {
     /// Returns the image of the root disk `disk`.
-    pub fn of(disk: &Path) -> Self {
+    pub fn new(disk: &Path) -> Self {
         Self {
             disk: disk.to_owned(),
             kernel: disk.with_file_name("vmlinuz"),
@@ -127,9 +127,9 @@ pub struct Vm {
 
 impl Vm {
     /// Returns the configuration of VMs with this root disk.
-    pub fn of(disk: &Path, accelerator: Accelerator, address: Option<String>) -> Self {
+    pub fn new(disk: &Path, accelerator: Accelerator, address: Option<String>) -> Self {
         let (program, groups) = (QEMU.into(), "/sys/fs/cgroup".into());
-        Self { image: Image::of(disk), program, accelerator, address, groups }
+        Self { image: Image::new(disk), program, accelerator, address, groups }
     }
 
     /// Returns the remark that the guests are emulated; `None` if they are not.
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn a_missing_file_of_the_image_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let image = Image::of(&dir.path().join("disk.raw"));
+        let image = Image::new(&dir.path().join("disk.raw"));
         for name in ["disk.raw", "vmlinuz", "initrd"] {
             let error = image.check().unwrap_err().to_string();
             assert!(error.contains(&format!("/{name} is not a file")), "{error}");
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn an_emulated_guest_is_said_to_be_one() {
         let accelerator = Accelerator { kvm: false, reason: "no /dev/kvm".into() };
-        let vm = Vm::of(Path::new("/d/disk.raw"), accelerator, None);
+        let vm = Vm::new(Path::new("/d/disk.raw"), accelerator, None);
         let facts = vm.facts(1, 512 << 20);
         assert_eq!(
             (&facts["accelerator"], &facts["accelerator_reason"]),

@@ -215,10 +215,10 @@ fn is_answer(frame: &[u8]) -> bool {
 
 /// Returns the reply to an ARP request for this station's address.
 fn arp_reply(frame: &[u8]) -> Option<Vec<u8>> {
-    let asked = frame.get(12..)?.strip_prefix(&ARP)?;
+    let request = frame.get(12..)?.strip_prefix(&ARP)?;
     // Ethernet, IPv4, lengths of both addresses; a request.
-    let (sender, sender_ip, target) = (asked.get(8..14)?, asked.get(14..18)?, asked.get(24..28)?);
-    if asked.get(..8)? != [0, 1, 8, 0, 6, 4, 0, 1] || target != HERE {
+    let (sender, sender_ip, target) = (request.get(8..14)?, request.get(14..18)?, request.get(24..28)?);
+    if request.get(..8)? != [0, 1, 8, 0, 6, 4, 0, 1] || target != HERE {
         return None;
     }
     let mut reply = vec![0, 1, 8, 0, 6, 4, 0, 2];
@@ -288,12 +288,12 @@ mod tests {
 
     /// Returns a guest's request for the address of this station.
     fn who_has(address: [u8; 4]) -> Vec<u8> {
-        let mut asked = vec![0, 1, 8, 0, 6, 4, 0, 1];
-        asked.extend(GUEST_MAC);
-        asked.extend(GUEST);
-        asked.extend([0; 6]);
-        asked.extend(address);
-        let mut frame = ethernet([0xff; 6], ARP, &asked);
+        let mut request = vec![0, 1, 8, 0, 6, 4, 0, 1];
+        request.extend(GUEST_MAC);
+        request.extend(GUEST);
+        request.extend([0; 6]);
+        request.extend(address);
+        let mut frame = ethernet([0xff; 6], ARP, &request);
         frame[6..12].copy_from_slice(&GUEST_MAC);
         frame
     }

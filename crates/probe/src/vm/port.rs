@@ -121,14 +121,14 @@ mod tests {
         .concat()
     }
 
-    fn of(bytes: &[u8]) -> Result<Output, PortError> {
+    fn parse(bytes: &[u8]) -> Result<Output, PortError> {
         let mut output = Output::default();
         output.add(bytes, Instant::now()).map(|()| output)
     }
 
     #[test]
     fn output_and_exit_code_are_read() {
-        let output = of(&whole()).unwrap();
+        let output = parse(&whole()).unwrap();
         assert_eq!(output.printed(), Printed { stdout: "output".into(), stderr: "facts\n".into() });
         assert_eq!(output.exit.unwrap().0, 7);
         assert!(output.begun.is_some() && output.first_byte.is_some());
@@ -138,25 +138,25 @@ mod tests {
     fn half_of_it_has_no_exit_code() {
         let bytes = whole();
         for end in 0..bytes.len() {
-            assert!(of(&bytes[..end]).unwrap().exit.is_none());
+            assert!(parse(&bytes[..end]).unwrap().exit.is_none());
         }
     }
 
     #[test]
     fn garbage_is_refused() {
         let begun = frame(b'b', b"");
-        let after = |bytes: &[u8]| of(&[&begun, bytes].concat()).unwrap_err();
-        assert_eq!(of(b"Linux version 6.1").unwrap_err(), PortError::Kind(b'L'));
+        let after = |bytes: &[u8]| parse(&[&begun, bytes].concat()).unwrap_err();
+        assert_eq!(parse(b"Linux version 6.1").unwrap_err(), PortError::Kind(b'L'));
         assert_eq!(after(&[b'o', 255, 255, 255, 255]), PortError::Length(u32::MAX as usize));
         assert_eq!(after(&frame(b'x', b"0")), PortError::Code(1));
         assert_eq!(after(&begun), PortError::Order);
-        assert_eq!(of(&frame(b'o', b"early")).unwrap_err(), PortError::Order);
-        assert_eq!(of(&[whole(), frame(b'o', b"late")].concat()).unwrap_err(), PortError::Order);
+        assert_eq!(parse(&frame(b'o', b"early")).unwrap_err(), PortError::Order);
+        assert_eq!(parse(&[whole(), frame(b'o', b"late")].concat()).unwrap_err(), PortError::Order);
     }
 
     #[test]
     fn too_much_output_is_refused() {
-        let mut output = of(&frame(b'b', b"")).unwrap();
+        let mut output = parse(&frame(b'b', b"")).unwrap();
         let large = frame(b'e', &vec![b'x'; MAX_FRAME]);
         let refused = (0..=MAX_OUTPUT / MAX_FRAME).find_map(|_| output.add(&large, Instant::now()).err());
         assert_eq!(refused, Some(PortError::TooLong));
@@ -171,12 +171,12 @@ mod tests {
                 output.add(&bytes[at..end], Instant::now()).unwrap();
                 at = end;
             }
-            prop_assert_eq!(output.printed(), of(&bytes).unwrap().printed());
+            prop_assert_eq!(output.printed(), parse(&bytes).unwrap().printed());
         }
 
         #[test]
         fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = of(&bytes);
+            let _ = parse(&bytes);
         }
     }
 }

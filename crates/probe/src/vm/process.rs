@@ -229,7 +229,7 @@ fn read(
     }
     let status = supervisor.join().unwrap_or_else(|_| "its thread panicked".into());
     states.send_modify(|state| {
-        let exited = || VmError::Exited { status, said: console.last_words() };
+        let exited = || VmError::Exited { status, last_output: console.last_words() };
         if state.output.exit.is_none() {
             state.failed.get_or_insert_with(exited);
         }
@@ -261,7 +261,7 @@ impl RunningVm {
     ) -> Result<Duration, VmError> {
         let mut states = self.state.clone();
         let seen = states.wait_for(|state| mark(&state.output).is_some() || state.failed.is_some());
-        let timeout = || VmError::NoUnit { limit, said: self.console.last_words() };
+        let timeout = || VmError::NoUnit { limit, last_output: self.console.last_words() };
         let state = tokio::time::timeout(limit, seen).await.map_err(|_| timeout())?.map_err(|_| timeout())?;
         match (mark(&state.output), &state.failed) {
             (Some(at), _) => Ok(at.saturating_duration_since(self.spawned)),

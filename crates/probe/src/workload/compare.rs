@@ -13,7 +13,8 @@ use crate::ratio::Ratio;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Names of the two results.
-    pub of: [String; 2],
+    #[serde(rename = "of")]
+    pub names: [String; 2],
     /// Differences that make the two results incomparable.
     pub not_comparable: Vec<Difference>,
     /// Other differences, which limit what every ratio shows.
@@ -45,26 +46,26 @@ pub struct Row {
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] {
-        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), of: clocks });
+        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), clocks });
     }
-    let other = |of: &Series| {
-        let same = |with: &&Series| {
-            (&with.probe, &with.case, &with.runtime, &with.metric.name)
-                == (&of.probe, &of.case, &of.runtime, &of.metric.name)
+    let other = |series: &Series| {
+        let same = |other: &&Series| {
+            (&other.probe, &other.case, &other.runtime, &other.metric.name)
+                == (&series.probe, &series.case, &series.runtime, &series.metric.name)
         };
         b.report.series.iter().find(same)
     };
-    let row = |of: &Series| {
-        let with = other(of)?;
-        let values = [(a, of), (b, with)].map(|(result, of)| summary::values(&result.runs, of));
+    let row = |series: &Series| {
+        let other = other(series)?;
+        let values = [(a, series), (b, other)].map(|(result, series)| summary::values(&result.runs, series));
         let enough = values.iter().all(|values| values.len() >= COMPARED_OF);
         Some(Row {
-            probe: of.probe.clone(),
-            case: of.case.clone(),
-            runtime: of.runtime.clone(),
-            metric: of.metric.name.clone(),
-            better: of.metric.better,
-            p50: [of.p50, with.p50],
+            probe: series.probe.clone(),
+            case: series.case.clone(),
+            runtime: series.runtime.clone(),
+            metric: series.metric.name.clone(),
+            better: series.metric.better,
+            p50: [series.p50, other.p50],
             ratio: enough.then(|| Ratio::of_few(&values[1], &values[0])).flatten(),
         })
     };
@@ -80,12 +81,12 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
     differences.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
     differences.extend(facts("plan", &["volumes", "client_runtime"], &of_a.plan, &of_b.plan));
-    Ok(Comparison { of: [a.name.clone(), b.name.clone()], not_comparable, differences, rows })
+    Ok(Comparison { names: [a.name.clone(), b.name.clone()], not_comparable, differences, rows })
 }
 
-fn profiles(of: [Profile; 2]) -> Option<Difference> {
-    (of[0] != of[1])
-        .then(|| Difference { what: "profile".into(), values: of.map(|profile| profile.to_string()) })
+fn profiles(profiles: [Profile; 2]) -> Option<Difference> {
+    (profiles[0] != profiles[1])
+        .then(|| Difference { what: "profile".into(), values: profiles.map(|profile| profile.to_string()) })
 }
 
 /// Returns the probes whose definitions differ between the results, such as changed parameters of `quick`.
@@ -130,7 +131,10 @@ mod tests {
         b.report.manifest.host.insert("cpu".into(), "another".into());
         let comparison = compare(&a, &b).unwrap();
         assert_eq!(comparison.not_comparable[0].values, ["quick", "paper"]);
-        assert!(comparison.differences.iter().any(|of| of.what.contains("cpu")), "{comparison:?}");
+        assert!(
+            comparison.differences.iter().any(|difference| difference.what.contains("cpu")),
+            "{comparison:?}"
+        );
     }
 
     #[test]
@@ -138,9 +142,9 @@ mod tests {
         let (a, mut b) = (result(Profile::Quick), result(Profile::Quick));
         b.report.probes[0].quick.takes += 1.0;
         b.report.probes[1].command.push("--more".into());
-        let told: Vec<String> =
-            compare(&a, &b).unwrap().not_comparable.into_iter().map(|of| of.what).collect();
-        assert_eq!(told, ["parameters of probe cpu", "command, metrics or variants of probe http"]);
+        let incomparable: Vec<String> =
+            compare(&a, &b).unwrap().not_comparable.into_iter().map(|difference| difference.what).collect();
+        assert_eq!(incomparable, ["parameters of probe cpu", "command, metrics or variants of probe http"]);
     }
 
     #[test]
@@ -153,7 +157,7 @@ mod tests {
     #[test]
     fn results_without_a_common_metric_are_refused() {
         let (a, mut b) = (result(Profile::Quick), result(Profile::Quick));
-        b.report.series.iter_mut().for_each(|of| of.runtime.push('x'));
+        b.report.series.iter_mut().for_each(|series| series.runtime.push('x'));
         assert!(compare(&a, &b).unwrap_err().to_string().contains("nothing to compare"));
     }
 }

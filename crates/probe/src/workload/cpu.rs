@@ -129,10 +129,10 @@ mod tests {
     fn efficiency_counts_what_works_for_the_pod() {
         let one = Time { user_s: 1.0, ..Time::default() };
         let parts = [(Part::Vmm, one), (Part::Daemon, one), (Part::Client, one), (Part::Rest, one)].into();
-        let mut of = RoleUse { window_s: 5.0, tool_s: Some(4.0), parts };
-        assert_eq!((of.pods_s(), of.per_cpu_s(100.0)), (2.0, Some(200.0)));
-        of.tool_s = None;
-        assert_eq!(of.per_cpu_s(100.0), None);
+        let mut used = RoleUse { window_s: 5.0, tool_s: Some(4.0), parts };
+        assert_eq!((used.pods_s(), used.per_cpu_s(100.0)), (2.0, Some(200.0)));
+        used.tool_s = None;
+        assert_eq!(used.per_cpu_s(100.0), None);
         assert_eq!(RoleUse { tool_s: Some(1.0), ..RoleUse::default() }.per_cpu_s(1.0), None);
     }
 }

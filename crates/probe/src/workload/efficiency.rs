@@ -39,15 +39,15 @@ pub fn costs(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Ru
     for probe in probes {
         for case in probe.cases(profile) {
             for runtime in runtimes {
-                let counted = |run: &&Run| {
+                let is_counted = |run: &&Run| {
                     run.outcome == Outcome::Ok
                         && !run.warm_up
                         && run.probe == probe.name
                         && run.case == case.name
                         && run.runtime == *runtime
                 };
-                let of: Vec<&Run> = runs.iter().filter(counted).collect();
-                all.extend(cost(probe, &case.name, runtime, &of));
+                let case_runs: Vec<&Run> = runs.iter().filter(is_counted).collect();
+                all.extend(cost(probe, &case.name, runtime, &case_runs));
             }
         }
     }
@@ -57,15 +57,15 @@ pub fn costs(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Ru
 fn cost(probe: &Probe, case: &str, runtime: &str, runs: &[&Run]) -> Option<Cost> {
     let used: Vec<_> = runs.iter().filter_map(|run| run.cpu.as_ref()).collect();
     let medians = |part: &Part| {
-        let of = |of: fn(&Time) -> f64| {
+        let median_of = |time: fn(&Time) -> f64| {
             let values: Vec<f64> =
-                used.iter().map(|cpu| cpu.parts.get(part).map(of).unwrap_or_default()).collect();
+                used.iter().map(|cpu| cpu.parts.get(part).map(time).unwrap_or_default()).collect();
             median(&values).unwrap_or_default()
         };
         Time {
-            user_s: of(|time| time.user_s),
-            system_s: of(|time| time.system_s),
-            guest_s: of(|time| time.guest_s),
+            user_s: median_of(|time| time.user_s),
+            system_s: median_of(|time| time.system_s),
+            guest_s: median_of(|time| time.guest_s),
         }
     };
     let parts = Part::ALL.iter().map(|part| (*part, medians(part))).filter(|(_, time)| time.total_s() > 0.0);
@@ -115,15 +115,15 @@ mod tests {
         }
         let runtimes = ["native".to_owned(), "runc".to_owned()];
         let costs = costs(&result.report.probes, Profile::Quick, &runtimes, &result.runs);
-        let of = |probe: &str, runtime: &str| {
+        let cost = |probe: &str, runtime: &str| {
             costs.iter().find(|cost| cost.probe == probe && cost.runtime == runtime).unwrap()
         };
-        let cpu = of("cpu", "native");
+        let cpu = cost("cpu", "native");
         // 100 per s for 4 s with 2 s of CPU time.
         assert_eq!((cpu.n, cpu.pod_cpu_s, cpu.per_cpu_s), (5, 2.0, Some(200.0)));
         assert_eq!((cpu.watts, cpu.per_watt), (Some(25.0), Some(4.0)));
-        assert_eq!(of("cpu", "runc").per_cpu_s, Some(100.0));
-        assert_eq!(of("latency", "runc").per_cpu_s, None);
+        assert_eq!(cost("cpu", "runc").per_cpu_s, Some(100.0));
+        assert_eq!(cost("latency", "runc").per_cpu_s, None);
         assert_eq!(shown(&cpu.parts), "workload 2.00, rest 2.00");
     }
 

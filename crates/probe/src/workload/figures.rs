@@ -44,7 +44,7 @@ fn sweeps<'a>(names: &[&'a str]) -> (Vec<Sweep<'a>>, Vec<&'a str>) {
         }
     }
     all.retain(|sweep| sweep.cases.len() >= SWEEP_OF);
-    let swept = |name: &str| all.iter().any(|sweep| sweep.cases.iter().any(|(_, of)| *of == name));
+    let swept = |name: &str| all.iter().any(|sweep| sweep.cases.iter().any(|(_, known)| *known == name));
     let rest = names.iter().copied().filter(|name| !swept(name)).collect();
     (all, rest)
 }
@@ -73,7 +73,7 @@ fn series<'a>(
 ) -> impl Iterator<Item = &'a Series> {
     let (probe, case, metric) = (probe.name.clone(), case.to_owned(), metric.to_owned());
     let all = result.report.series.iter();
-    all.filter(move |of| of.probe == probe && of.case == case && of.metric.name == metric)
+    all.filter(move |series| series.probe == probe && series.case == case && series.metric.name == metric)
 }
 
 fn bars(
@@ -84,10 +84,10 @@ fn bars(
     palette: &Palette,
 ) -> Option<Figure> {
     let group = |case: &&str| {
-        let measured = series(result, probe, case, &metric.name).filter_map(|of| {
-            let name = label(result, &of.runtime);
-            let (interval, ink) = (result.interval(of), palette.ink(&of.runtime));
-            Some(Bar { name, value: of.p50?, interval, shown: shown(of.p50), ink })
+        let measured = series(result, probe, case, &metric.name).filter_map(|series| {
+            let name = label(result, &series.runtime);
+            let (interval, ink) = (result.interval(series), palette.ink(&series.runtime));
+            Some(Bar { name, value: series.p50?, interval, shown: shown(series.p50), ink })
         });
         let mut bars: Vec<Bar> = measured.collect();
         if !bars.is_empty() {
@@ -134,9 +134,11 @@ fn curve(
     sweep: &Sweep<'_>,
     palette: &Palette,
 ) -> Option<Figure> {
-    let of = |runtime: &String| {
+    let curve = |runtime: &String| {
         let value = |case: &str| {
-            series(result, probe, case, &metric.name).find(|of| of.runtime == *runtime).and_then(|of| of.p50)
+            series(result, probe, case, &metric.name)
+                .find(|series| series.runtime == *runtime)
+                .and_then(|series| series.p50)
         };
         let mut points: Vec<(f64, f64)> =
             sweep.cases.iter().filter_map(|(size, case)| Some((*size, value(case)?))).collect();
@@ -144,7 +146,7 @@ fn curve(
         Curve { name: label(result, runtime), points, ink: palette.ink(runtime), dots: true }
     };
     let curves: Vec<Curve> =
-        result.runtimes().iter().map(of).filter(|curve| !curve.points.is_empty()).collect();
+        result.runtimes().iter().map(curve).filter(|curve| !curve.points.is_empty()).collect();
     let title = format!("{} {}", title(probe, metric), sweep.name);
     (!curves.is_empty()).then(|| Figure {
         name: file_name(&format!("workload-{}-{}", probe.name, sweep.name)),
@@ -159,19 +161,19 @@ fn latencies(result: &Loaded, probe: &Probe, cases: &[&str], palette: &Palette) 
     for metric in &probe.metrics {
         let Some((what, part)) = percentile(&metric.name) else { continue };
         match kinds.iter_mut().find(|(known, _)| *known == what) {
-            Some((_, of)) => of.push((part, metric)),
+            Some((_, parts)) => parts.push((part, metric)),
             None => kinds.push((what, vec![(part, metric)])),
         }
     }
-    let plot = |case: &&str, what: &str, of: &[(f64, &Metric)]| {
+    let plot = |case: &&str, what: &str, parts: &[(f64, &Metric)]| {
         let curve = |runtime: &String| {
             let value = |metric: &Metric| {
                 series(result, probe, case, &metric.name)
-                    .find(|of| of.runtime == *runtime)
-                    .and_then(|of| of.p50)
+                    .find(|series| series.runtime == *runtime)
+                    .and_then(|series| series.p50)
             };
             let points: Vec<(f64, f64)> =
-                of.iter().filter_map(|(part, metric)| Some((value(metric)?, *part))).collect();
+                parts.iter().filter_map(|(part, metric)| Some((value(metric)?, *part))).collect();
             Curve { name: label(result, runtime), points, ink: palette.ink(runtime), dots: true }
         };
         let curves: Vec<Curve> =
@@ -181,12 +183,12 @@ fn latencies(result: &Loaded, probe: &Probe, cases: &[&str], palette: &Palette) 
         (!curves.is_empty()).then(|| Figure {
             name: file_name(&format!("workload-{}-latency", name.trim().replace(' ', "-"))),
             caption: "Medians over the runs of the percentiles that the tool prints: one dot each.".into(),
-            scene: percentiles(&title, &of[0].1.unit, &curves),
+            scene: percentiles(&title, &parts[0].1.unit, &curves),
         })
     };
-    let kinds = kinds.iter().filter(|(_, of)| of.len() > 1);
+    let kinds = kinds.iter().filter(|(_, parts)| parts.len() > 1);
     kinds
-        .flat_map(|(what, of)| cases.iter().filter_map(|case| plot(case, what, of)).collect::<Vec<_>>())
+        .flat_map(|(what, parts)| cases.iter().filter_map(|case| plot(case, what, parts)).collect::<Vec<_>>())
         .collect()
 }
 

@@ -121,7 +121,8 @@ impl Report {
     /// difference and the number of all its comparisons. Of 100 comparisons, about 5 differ by chance.
     pub fn no_difference(&self) -> BTreeMap<String, (usize, usize)> {
         let mut counts: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-        let same = self.comparisons.iter().filter(|of| handler(&of.a) == handler(&of.b));
+        let same =
+            self.comparisons.iter().filter(|comparison| handler(&comparison.a) == handler(&comparison.b));
         for comparison in same {
             let (none, all) = counts.entry(comparison.a.clone()).or_default();
             *none += usize::from(comparison.ratio.shows_no_difference());
@@ -158,13 +159,13 @@ impl Report {
                     .into(),
             );
         }
-        for of in self.series.iter().filter(|of| of.two_levels) {
-            let name = format!("{} {}", of.probe, of.case);
+        for series in self.series.iter().filter(|series| series.two_levels) {
+            let name = format!("{} {}", series.probe, series.case);
             self.notes.push(format!(
                 "{} {}, {}: values are at two levels, as with two processor frequencies: the mean has no meaning",
-                of.runtime,
+                series.runtime,
                 name.trim_end(),
-                of.metric.name
+                series.metric.name
             ));
         }
         if let Some((low, high)) = clocks(runs).filter(|(low, high)| high / low - 1.0 > CLOCK_MOVES) {
@@ -187,15 +188,17 @@ fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
 
 /// Returns the series without a figure, by "probe.case.runtime.metric", with the first failure's reason.
 fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
-    let empty = series.iter().filter(|of| of.p50.is_none());
+    let empty = series.iter().filter(|series| series.p50.is_none());
     empty
-        .map(|of| {
-            let mine = |run: &&Run| run.probe == of.probe && run.case == of.case && run.runtime == of.runtime;
+        .map(|series| {
+            let mine = |run: &&Run| {
+                run.probe == series.probe && run.case == series.case && run.runtime == series.runtime
+            };
             let why = match runs.iter().filter(mine).find(|run| run.failed()) {
                 Some(run) => format!("{}: {}", run.failed_at, run.error),
                 None => "none of its runs finished".into(),
             };
-            let name = [&of.probe, &of.case, &of.runtime, &of.metric.name];
+            let name = [&series.probe, &series.case, &series.runtime, &series.metric.name];
             let parts = name.into_iter().filter(|part| !part.is_empty()).map(String::as_str);
             (parts.collect::<Vec<_>>().join("."), why)
         })
@@ -236,10 +239,11 @@ mod tests {
 
     #[test]
     fn others_are_shown_over_native_or_runc_or_the_first() {
-        let of = |names: &[&str]| reference(&names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
-        assert_eq!(of(&["sandboxer", "runc", "native"]), "native");
-        assert_eq!(of(&["sandboxer", "runc"]), "runc");
-        assert_eq!(of(&["sandboxer", "gvisor"]), "sandboxer");
+        let reference_of =
+            |names: &[&str]| reference(&names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
+        assert_eq!(reference_of(&["sandboxer", "runc", "native"]), "native");
+        assert_eq!(reference_of(&["sandboxer", "runc"]), "runc");
+        assert_eq!(reference_of(&["sandboxer", "gvisor"]), "sandboxer");
     }
 
     #[test]

@@ -117,19 +117,19 @@ impl Loaded {
     /// Returns the runtimes of the result, in the order of their first appearance.
     pub fn runtimes(&self) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
-        for of in &self.report.series {
-            if !names.contains(&of.runtime) {
-                names.push(of.runtime.clone());
+        for series in &self.report.series {
+            if !names.contains(&series.runtime) {
+                names.push(series.runtime.clone());
             }
         }
         names
     }
 
     /// Returns the 95 % bootstrap interval of a series' median; `None` with fewer than four values.
-    pub fn interval(&self, of: &Series) -> Option<(f64, f64)> {
-        let values = summary::values(&self.runs, of);
+    pub fn interval(&self, series: &Series) -> Option<(f64, f64)> {
+        let values = summary::values(&self.runs, series);
         // The ratio to 1 is the median itself.
-        let ratio = (values.len() >= COMPARED_OF).then(|| Ratio::of(&values, &[1.0])).flatten()?;
+        let ratio = (values.len() >= COMPARED_OF).then(|| Ratio::estimate(&values, &[1.0])).flatten()?;
         ratio.interval.map(|interval| (interval.ci_low, interval.ci_high))
     }
 }

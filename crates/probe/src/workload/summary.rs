@@ -81,7 +81,7 @@ impl Comparison {
 }
 
 impl Series {
-    fn of(probe: &Probe, case: &str, runtime: &str, metric: &Metric, runs: &[&Run]) -> Self {
+    fn new(probe: &Probe, case: &str, runtime: &str, metric: &Metric, runs: &[&Run]) -> Self {
         let values: Vec<f64> = runs.iter().filter_map(|run| run.figure(&metric.name)).collect();
         let failures = runs.iter().filter(|run| run.failed()).count();
         let ordered = sorted(&values);
@@ -127,8 +127,8 @@ pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[R
         for case in probe.cases(profile) {
             for metric in &probe.metrics {
                 for runtime in runtimes {
-                    let of: Vec<&Run> = runs_of(runs, &probe.name, &case.name, runtime).collect();
-                    all.push(Series::of(probe, &case.name, runtime, metric, &of));
+                    let case_runs: Vec<&Run> = runs_of(runs, &probe.name, &case.name, runtime).collect();
+                    all.push(Series::new(probe, &case.name, runtime, metric, &case_runs));
                 }
             }
         }
@@ -138,20 +138,22 @@ pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[R
 
 /// Returns the ratio of every runtime to `reference`, if both have at least four values.
 pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comparison> {
-    let values = |of: &Series, runtime: &str| -> Vec<f64> {
-        runs_of(runs, &of.probe, &of.case, runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
+    let values = |series: &Series, runtime: &str| -> Vec<f64> {
+        runs_of(runs, &series.probe, &series.case, runtime)
+            .filter_map(|run| run.figure(&series.metric.name))
+            .collect()
     };
-    let others = series.iter().filter(|of| of.runtime != reference);
+    let others = series.iter().filter(|series| series.runtime != reference);
     others
-        .filter_map(|of| {
-            let (a, b) = (values(of, &of.runtime), values(of, reference));
+        .filter_map(|series| {
+            let (a, b) = (values(series, &series.runtime), values(series, reference));
             let ratio = (a.len().min(b.len()) >= COMPARED_OF).then(|| Ratio::of_few(&a, &b)).flatten()?;
             Some(Comparison {
-                probe: of.probe.clone(),
-                case: of.case.clone(),
-                metric: of.metric.name.clone(),
-                better: of.metric.better,
-                a: of.runtime.clone(),
+                probe: series.probe.clone(),
+                case: series.case.clone(),
+                metric: series.metric.name.clone(),
+                better: series.metric.better,
+                a: series.runtime.clone(),
                 b: reference.to_owned(),
                 n: (a.len(), b.len()),
                 ratio,
@@ -161,8 +163,10 @@ pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comp
 }
 
 /// Returns the values of a series' counted runs.
-pub fn values(runs: &[Run], of: &Series) -> Vec<f64> {
-    runs_of(runs, &of.probe, &of.case, &of.runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
+pub fn values(runs: &[Run], series: &Series) -> Vec<f64> {
+    runs_of(runs, &series.probe, &series.case, &series.runtime)
+        .filter_map(|run| run.figure(&series.metric.name))
+        .collect()
 }
 
 /// Formats a value with four digits; "–" without a value.

@@ -47,8 +47,11 @@ pub fn vmm(script: &str) -> Made {
     std::fs::write(&program, text).unwrap();
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
     let accelerator = Accelerator { kvm: false, reason: "a double".into() };
-    let vm =
-        Vm { program, groups, ..Vm::of(&dir.path().join("disk.raw"), accelerator, Some("127.0.0.1".into())) };
+    let vm = Vm {
+        program,
+        groups,
+        ..Vm::new(&dir.path().join("disk.raw"), accelerator, Some("127.0.0.1".into()))
+    };
     Made { dir, vm }
 }
 

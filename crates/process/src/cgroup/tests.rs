@@ -63,7 +63,7 @@ async fn a_vmm_is_confined_in_either_version() {
     fs::create_dir_all(root.path().join("v1/pods")).unwrap();
     fs::write(root.path().join("v1/pods/cpuset.cpus"), "0-7\n").unwrap();
     fs::write(root.path().join("v1/pods/cpuset.mems"), "0\n").unwrap();
-    let group = groups.of("/pods", &pod).unwrap();
+    let group = groups.for_pod("/pods", &pod).unwrap();
     group.confine(&[42], &on("2-3", None)).unwrap();
     let seen =
         ["cpuset.cpus", "cpuset.mems", "cgroup.procs"].map(|f| read(&format!("v1/pods/sandboxer-p/{f}")));
@@ -81,13 +81,13 @@ async fn a_vmm_is_confined_in_either_version() {
     assert_eq!(group.entries().unwrap().procs.len(), 1);
     group.enter(43).unwrap();
     assert_eq!(read("v1/pods/sandboxer-p/cgroup.procs"), "43");
-    let other = groups.of("/pods", &"other".parse().unwrap()).unwrap();
+    let other = groups.for_pod("/pods", &"other".parse().unwrap()).unwrap();
     assert!(other.entries().unwrap().procs.is_empty(), "a group that was never confined");
 
     // Version 2: the parent passes the controller on.
     let unified = root.path().join("v2");
     let groups = Hierarchies::unified(&unified);
-    let group = groups.of("/pods", &pod).unwrap();
+    let group = groups.for_pod("/pods", &pod).unwrap();
     group.make().unwrap();
     group.restrict(&Bounds::default()).unwrap();
     assert!(!root.path().join("v2/pods/cgroup.subtree_control").exists(), "nothing to do");
@@ -101,7 +101,7 @@ async fn a_vmm_is_confined_in_either_version() {
     group.confine(&[42], &Bounds::default()).unwrap();
     assert_eq!(["cpus", "mems"].map(|f| read(&format!("v2/pods/sandboxer-p/cpuset.{f}"))), ["", ""]);
 
-    let none = Hierarchies::default().of("/pods", &pod).unwrap();
+    let none = Hierarchies::default().for_pod("/pods", &pod).unwrap();
     let (_, error) = none.confine(&[42], &on("0", None)).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::Unsupported);
 }
@@ -122,7 +122,7 @@ fn a_group_that_yields_has_a_tenth_of_the_weight_in_either_version() {
 #[tokio::test]
 async fn a_group_is_made_entered_and_removed_in_each_hierarchy() {
     let root = tempfile::tempdir().unwrap();
-    let group = hierarchies(root.path()).of("/pods", &"p".parse().unwrap()).unwrap();
+    let group = hierarchies(root.path()).for_pod("/pods", &"p".parse().unwrap()).unwrap();
     group.make().unwrap();
     group.make().unwrap();
     group.enter(42).unwrap();
@@ -153,9 +153,9 @@ fn the_processes_in_a_busy_group_are_named() {
 #[test]
 fn the_strictest_limit_of_huge_pages_counts_with_what_is_in_use() {
     let root = tempfile::tempdir().unwrap();
-    let group = Hierarchies::unified(root.path()).of("kubepods/pod1", &"p".parse().unwrap()).unwrap();
-    let write = |of: &str, limit: &str, used: &str| {
-        let dir = root.path().join(of);
+    let group = Hierarchies::unified(root.path()).for_pod("kubepods/pod1", &"p".parse().unwrap()).unwrap();
+    let write = |name: &str, limit: &str, used: &str| {
+        let dir = root.path().join(name);
         fs::create_dir_all(&dir).unwrap();
         fs::write(dir.join("hugetlb.2MB.max"), limit).unwrap();
         fs::write(dir.join("hugetlb.2MB.current"), used).unwrap();

@@ -14,18 +14,18 @@ const EACH: &str = "0 0 4294967295";
 
 /// Creates the namespace, which lasts as long as the descriptor or a process in it.
 pub fn user_namespace() -> io::Result<OwnedFd> {
-    let (told, tell) = io::pipe()?;
-    let tell_to = tell.as_raw_fd();
+    let (report, report_end) = io::pipe()?;
+    let report_to = report_end.as_raw_fd();
     // SAFETY: the child only makes system calls, and never returns from here.
     let child = unsafe {
         match libc::fork() {
-            0 => stand_in(tell_to),
+            0 => stand_in(report_to),
             child => child,
         }
     };
     done(child)?;
-    drop(tell);
-    let made = given_by(child, told);
+    drop(report_end);
+    let made = given_by(child, report);
     // SAFETY: the child belongs to this process, no other code knows it, and its status is not needed.
     unsafe {
         libc::kill(child, libc::SIGKILL);
@@ -35,9 +35,9 @@ pub fn user_namespace() -> io::Result<OwnedFd> {
 }
 
 /// Maps all IDs in the namespace of `child`, once the child reports that it has one, and opens the namespace.
-fn given_by(child: libc::pid_t, mut told: impl Read) -> io::Result<OwnedFd> {
+fn given_by(child: libc::pid_t, mut report: impl Read) -> io::Result<OwnedFd> {
     let mut errno = [0; 4];
-    told.read_exact(&mut errno)?;
+    report.read_exact(&mut errno)?;
     match i32::from_ne_bytes(errno) {
         0 => {}
         errno => return Err(io::Error::from_raw_os_error(errno)),
@@ -50,14 +50,14 @@ fn given_by(child: libc::pid_t, mut told: impl Read) -> io::Result<OwnedFd> {
 }
 
 /// Runs in the child: creates the namespace, reports that, and waits to be killed.
-fn stand_in(tell_to: i32) -> ! {
+fn stand_in(report_to: i32) -> ! {
     // SAFETY: only system calls are made, and the data that they point to outlives them.
     unsafe {
         // The child also ends if the daemon dies first.
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
         let made = done(libc::unshare(libc::CLONE_NEWUSER));
         let errno = made.err().and_then(|error| error.raw_os_error()).unwrap_or_default().to_ne_bytes();
-        libc::write(tell_to, errno.as_ptr().cast(), errno.len());
+        libc::write(report_to, errno.as_ptr().cast(), errno.len());
         loop {
             libc::pause();
         }

@@ -17,9 +17,9 @@ use super::*;
 /// Returns a filter under which the kernel creates no user namespace, as if a security module refused it.
 fn refusal() -> BpfProgram {
     let flag = u64::from(libc::CLONE_NEWUSER.unsigned_abs());
-    let asked =
+    let creates_user_namespace =
         SeccompCondition::new(0, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(flag), flag).unwrap();
-    let rules = [(libc::SYS_unshare, vec![SeccompRule::new(vec![asked]).unwrap()])].into();
+    let rules = [(libc::SYS_unshare, vec![SeccompRule::new(vec![creates_user_namespace]).unwrap()])].into();
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64).unwrap();
     filter.try_into().unwrap()
@@ -28,10 +28,10 @@ fn refusal() -> BpfProgram {
 /// Returns the output of `script` in a jail with `devices`. If `refused`, no user namespace is created.
 fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
     let dir = tempfile::tempdir().unwrap();
-    said_in(Jail::new(dir.path(), &[], devices).unwrap(), script, refused)
+    output_in(Jail::new(dir.path(), &[], devices).unwrap(), script, refused)
 }
 
-fn said_in(jail: Jail, script: &str, refused: bool) -> String {
+fn output_in(jail: Jail, script: &str, refused: bool) -> String {
     let refusal = refusal();
     let mut command = Command::new("/bin/sh");
     command.args(["-c", script]);
@@ -94,15 +94,15 @@ fn calls_that_no_vmm_makes_are_refused() {
         "exec perl -e 'print syscall($_, 0, 0, 0, 0, 0, 0) == -1 ? $!+0 : \"done\", \"\\n\" for @ARGV; \
          print socket(S, $_, 1, 0) ? \"done\" : $!+0, \"\\n\" for 1, 17, 38, 40' {numbers}"
     );
-    let said = jailed(&script, &[], false);
-    let said: Vec<&str> = said.lines().collect();
+    let output = jailed(&script, &[], false);
+    let output: Vec<&str> = output.lines().collect();
     let refused = libc::EPERM.to_string();
-    assert_eq!(said.len(), calls.len() + 4, "{said:?}");
-    for ((name, _), said) in calls.iter().zip(&said) {
-        assert_eq!(*said, refused, "{name}");
+    assert_eq!(output.len(), calls.len() + 4, "{output:?}");
+    for ((name, _), output) in calls.iter().zip(&output) {
+        assert_eq!(*output, refused, "{name}");
     }
     // Sockets of Unix, packets, the kernel's cryptography, and the host's vsock.
-    assert_eq!(said[calls.len()..], ["done", &refused, &refused, &refused]);
+    assert_eq!(output[calls.len()..], ["done", &refused, &refused, &refused]);
 }
 
 #[test]
@@ -125,11 +125,11 @@ fn a_vmm_makes_no_process_and_changes_no_user_and_no_priority() {
     );
     let dir = tempfile::tempdir().unwrap();
     let jail = || Jail::new(dir.path(), &[], &[]).unwrap();
-    let said = said_in(jail().alone().unwrap(), &script, false);
-    let said: Vec<&str> = said.lines().collect();
+    let output = output_in(jail().alone().unwrap(), &script, false);
+    let output: Vec<&str> = output.lines().collect();
     let refused = [libc::EPERM; 6].into_iter().chain([libc::ENOSYS]).map(|error| error.to_string());
-    assert_eq!(said, refused.collect::<Vec<_>>(), "{calls:?}");
-    let free = said_in(jail(), "perl -e 'print fork() ? \"forked\" : \"\"'", false);
+    assert_eq!(output, refused.collect::<Vec<_>>(), "{calls:?}");
+    let free = output_in(jail(), "perl -e 'print fork() ? \"forked\" : \"\"'", false);
     assert_eq!(free, "forked", "without the filter this test would see nothing");
 }
 
@@ -163,8 +163,8 @@ fn a_call_by_a_number_of_x32_ends_the_process() {
         )
     };
     for number in [libc::SYS_io_uring_setup, libc::SYS_getpid, 512] {
-        let said = jailed(&call(0x4000_0000 | number), &[], false);
-        assert_eq!(said, format!("{};whole\n", libc::SIGSYS), "{number}");
+        let output = jailed(&call(0x4000_0000 | number), &[], false);
+        assert_eq!(output, format!("{};whole\n", libc::SIGSYS), "{number}");
     }
     assert_eq!(jailed(&call(libc::SYS_getpid), &[], false), "0;whole\n");
 }

@@ -152,10 +152,10 @@ async fn either_end_may_be_a_release_older() {
     for (host, guest) in [(7..=8, 5..=6), (5..=6, 7..=8)] {
         let (greeting, has_session) = greeted(host.clone(), guest.clone()).await;
         let newest = (*host.end(), *guest.end());
-        let said = greeting.as_ref().map(drop);
+        let result = greeting.as_ref().map(drop);
         assert!(
-            matches!(said, Err(LinkError::Version { host, guest }) if (*host, *guest) == newest),
-            "{said:?}"
+            matches!(result, Err(LinkError::Version { host, guest }) if (*host, *guest) == newest),
+            "{result:?}"
         );
         assert!(!has_session, "{host:?} and {guest:?} have a session");
     }
@@ -193,7 +193,7 @@ proptest! {
         while !scanner.found() {
             let (piece, later) = rest.split_at(cuts.next().unwrap().min(rest.len()));
             prop_assert!(!piece.is_empty(), "the mark was missed");
-            scanner.held.extend_from_slice(piece);
+            scanner.buffer.extend_from_slice(piece);
             rest = later;
             seen.extend(scanner.take_before());
             let read = stream.len() - rest.len();
@@ -202,6 +202,6 @@ proptest! {
         // The bytes before the mark may be followed by a beginning of it, never by all of it.
         let beginning = seen.strip_prefix(&before[..]);
         prop_assert!(beginning.is_some_and(|part| part.len() < mark.len() && mark.starts_with(part)));
-        prop_assert_eq!([&scanner.held[..], rest].concat(), after);
+        prop_assert_eq!([&scanner.buffer[..], rest].concat(), after);
     }
 }

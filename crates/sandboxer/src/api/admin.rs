@@ -9,19 +9,20 @@ use sandboxer_process::confinement::Confinement;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
-        BuildTemplateRequest, Checkpoint, ConsoleLogChunk, ConsoleLogRequest, Container,
+        BuildTemplateRequest, Checkpoint, CheckpointPart, ConsoleLogChunk, ConsoleLogRequest, Container,
         CreateCheckpointRequest, DestroyQuarantinedRequest, Event, EventsRequest, Exec,
-        InspectCheckpointRequest, InspectPodRequest, Jail, Limit, ListCheckpointsRequest,
-        ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse, ListPodsRequest, ListPodsResponse,
-        ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse,
-        MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest, ReloadRequest,
-        ReloadResponse, RemoveCheckpointRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
-        ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse, Sysctl, Template,
-        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        ExportCheckpointRequest, ImportCheckpointRequest, InspectCheckpointRequest, InspectPodRequest, Jail,
+        Limit, ListCheckpointsRequest, ListCheckpointsResponse, ListPlacesRequest, ListPlacesResponse,
+        ListPodsRequest, ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse,
+        ListTemplatesRequest, ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined,
+        ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveCheckpointRequest,
+        RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse, StageTime, StageTimesRequest,
+        StageTimesResponse, Sysctl, Template, VerifyTemplateRequest, VersionRequest, VersionResponse,
+        admin_server::Admin,
     },
 };
 use sandboxer_vmm::{VmmKey, console};
-use tonic::{Request, Response, Status};
+use tonic::{Request, Response, Status, Streaming};
 
 use super::{checkpoints, places, preflight, quarantine, templates, traffic};
 use crate::{
@@ -61,6 +62,8 @@ impl Admin for AdminService {
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
     type CreateCheckpointStream = Answers<Checkpoint>;
+    type ExportCheckpointStream = Answers<CheckpointPart>;
+    type ImportCheckpointStream = Answers<Checkpoint>;
     type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
@@ -122,7 +125,7 @@ impl Admin for AdminService {
         }
         let jail_of = |pid| {
             // A process that exits at this moment has no confinement.
-            let seen = Confinement::of(pid).inspect_err(|error| {
+            let seen = Confinement::read(pid).inspect_err(|error| {
                 tracing::debug!(pod = message.id, pid, %error, "cannot inspect a jail");
             });
             seen.ok().map(jail_message)
@@ -233,6 +236,23 @@ impl Admin for AdminService {
     ) -> Result<Response<Checkpoint>, Status> {
         let RemoveCheckpointRequest { namespace, name } = request.into_inner();
         checkpoints::remove(&self.node, namespace, name).await.map(Response::new)
+    }
+
+    async fn export_checkpoint(
+        &self,
+        request: Request<ExportCheckpointRequest>,
+    ) -> Result<Response<Self::ExportCheckpointStream>, Status> {
+        let ExportCheckpointRequest { namespace, name } = request.into_inner();
+        let parts = checkpoints::export(&self.node, namespace, name)?;
+        Ok(Response::new(Box::pin(parts)))
+    }
+
+    async fn import_checkpoint(
+        &self,
+        request: Request<Streaming<ImportCheckpointRequest>>,
+    ) -> Result<Response<Self::ImportCheckpointStream>, Status> {
+        let made = checkpoints::import(self.node.clone(), request.into_inner());
+        Ok(Response::new(Box::pin(stream::once(made))))
     }
 
     async fn list_places(

@@ -12,7 +12,7 @@
 //! known of a waiting container is an entry at the front, and its namespace has a path: `run_dir/netns/<id>`.
 
 mod request;
-mod root;
+pub(super) mod root;
 
 use std::{
     collections::{HashMap, HashSet},
@@ -36,8 +36,9 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use self::request::Network;
-use super::{bundle, containerd, convert::ttrpc_time, sandbox::SandboxService};
+use super::{bundle, convert::ttrpc_time, sandbox::SandboxService};
 use crate::{
+    containerd,
     error::{PodError, tolerate},
     front,
     pod::{

@@ -11,8 +11,9 @@ use oci_spec::runtime::{LinuxResources, Spec};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use serde::{Deserialize, de::DeserializeOwned};
 
-use super::convert::id;
+use super::{convert::id, cri_o};
 use crate::{
+    containerd::{LAUNCHED, launched_by},
     error::PodError,
     pod::container::spec::{MAX_SPEC, too_large},
 };
@@ -24,14 +25,11 @@ const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
 const OF_CRI_O: &str = "io.kubernetes.cri-o.";
 /// Value of [`CONTAINER_TYPE`] for the container that stands for its pod.
 const SANDBOX: &str = "sandbox";
+/// Value of CRI-O's annotation for a container of a pod.
+const CONTAINER: &str = "container";
 
 /// Name of containerd's directory of bundles, which has one directory for each namespace.
 const TASKS: &str = "io.containerd.runtime.v2.task";
-
-/// Name of the launcher's file in a bundle.
-const LAUNCHED: &str = "sandboxer.json";
-/// Maximum size of the launcher's file, bytes.
-const MAX_LAUNCHED: u64 = 4096;
 
 /// The purpose of a bundle.
 #[derive(Debug, PartialEq, Eq)]
@@ -40,6 +38,11 @@ pub enum Bundle {
     Container(SandboxId),
     /// The sandbox container of a pod, from a containerd without a sandbox controller: the pod itself.
     Sandbox,
+    /// A container of this pod, as its annotations of CRI-O say, which the pod's author can replace: see
+    /// [`cri_o::check_pod`].
+    ContainerOfCriO(SandboxId),
+    /// The sandbox container of a pod of CRI-O: the pod itself.
+    SandboxOfCriO,
     /// A container that is a pod by itself: no pod of CRI has it.
     Alone,
 }
@@ -51,8 +54,8 @@ struct Annotated {
     annotations: Option<HashMap<String, String>>,
 }
 
-/// Returns the purpose of the bundle of `container`. containerd 2.x writes the pod's id into a file; CRI writes it into
-/// the annotations.
+/// Returns the purpose of the bundle of `container`. containerd 2.x writes the pod's id into a file; CRI and CRI-O write
+/// it into the annotations, each into its own.
 pub fn read(container: &ContainerId, bundle: &Path) -> Result<Bundle, PodError> {
     let invalid = |reason: String| PodError::Invalid { subject: format!("container {container}"), reason };
     if let Ok(text) = fs::read_to_string(bundle.join("sandbox"))
@@ -69,9 +72,23 @@ pub fn read(container: &ContainerId, bundle: &Path) -> Result<Bundle, PodError> 
     let config: Annotated =
         json(&path, MAX_SPEC).map_err(|error| invalid(format!("cannot read {path:?}: {error}")))?;
     let annotations = config.annotations.unwrap_or_default();
+    // By the launcher's file: pods' authors set annotations.
+    if is_of_cri_o(bundle) {
+        let kind = annotations.get(cri_o::CONTAINER_TYPE).map_or("", String::as_str);
+        let pod = annotations.get(cri_o::SANDBOX_ID).map_or("", String::as_str);
+        return match kind {
+            SANDBOX if pod == container.as_str() => Ok(Bundle::SandboxOfCriO),
+            CONTAINER if !pod.is_empty() => id("sandbox id", pod).map(Bundle::ContainerOfCriO),
+            _ => Err(invalid(format!(
+                "its annotations {:?}: {kind:?} and {:?}: {pod:?} are not what CRI-O writes; the pod may set neither",
+                cri_o::CONTAINER_TYPE,
+                cri_o::SANDBOX_ID,
+            ))),
+        };
+    }
     if annotations.keys().any(|name| name.starts_with(OF_CRI_O)) {
         return Err(invalid(format!(
-            "its annotations {OF_CRI_O}* are CRI-O's, which is not supported: use containerd"
+            "its annotations {OF_CRI_O}* are CRI-O's, which has not started it: install the daemon's version of the launcher"
         )));
     }
     match (annotations.get(CONTAINER_TYPE).map(String::as_str), annotations.get(SANDBOX_ID)) {
@@ -100,21 +117,20 @@ pub fn namespace(bundle: &Path) -> Option<&str> {
     (dir.parent()?.file_name()? == TASKS).then(|| dir.file_name()?.to_str())?
 }
 
+/// Returns whether CRI-O had the launcher start the container with this bundle.
+pub fn is_of_cri_o(bundle: &Path) -> bool {
+    launched_by(bundle).is_ok_and(|containerd| containerd.as_os_str().is_empty())
+}
+
 /// Returns the socket of the containerd that had the launcher start this sandbox container.
 pub fn containerd(container: &ContainerId, bundle: &Path) -> Result<PathBuf, PodError> {
-    #[derive(Deserialize)]
-    struct Launched {
-        containerd: PathBuf,
-    }
-    let path = bundle.join(LAUNCHED);
-    json::<Launched>(&path, MAX_LAUNCHED).map(|launched| launched.containerd).map_err(|error| {
-        PodError::Invalid {
-            subject: format!("sandbox container {container}"),
-            reason: format!(
-                "cannot read {path:?}, which the launcher writes: {error}; install the daemon's version of \
-                 containerd-shim-sandboxer-v1"
-            ),
-        }
+    launched_by(bundle).map_err(|error| PodError::Invalid {
+        subject: format!("sandbox container {container}"),
+        reason: format!(
+            "cannot read {:?}, which the launcher writes: {error}; install the daemon's version of \
+             containerd-shim-sandboxer-v1",
+            bundle.join(LAUNCHED)
+        ),
     })
 }
 
@@ -183,6 +199,24 @@ mod tests {
             ("config.json", r#"{"annotations":{"io.kubernetes.cri.container-type":"sandbox"}}"#),
         ];
         assert_eq!(bundle(&own).unwrap(), Bundle::Sandbox);
+    }
+
+    #[test]
+    fn cri_o_is_known_by_the_launchers_file_and_its_own_annotations() {
+        let annotated = |kind: &str, pod: &str, launched: &str| {
+            let config = serde_json::json!({"ociVersion": "1.0.2", "annotations":
+                {cri_o::CONTAINER_TYPE: kind, cri_o::SANDBOX_ID: pod, CONTAINER_TYPE: "container", SANDBOX_ID: "p2"}});
+            let launched = serde_json::json!({"containerd": launched}).to_string();
+            bundle(&[("config.json", &config.to_string()), (LAUNCHED, &launched)])
+        };
+        assert_eq!(annotated("container", "p1", "").unwrap(), Bundle::ContainerOfCriO("p1".parse().unwrap()));
+        assert_eq!(annotated("sandbox", "c1", "").unwrap(), Bundle::SandboxOfCriO);
+        for (kind, pod) in [("sandbox", "p1"), ("container", ""), ("", "p1")] {
+            let error = annotated(kind, pod, "").unwrap_err().to_string();
+            assert!(error.contains("the pod may set neither"), "{error}");
+        }
+        let error = annotated("sandbox", "c1", "/run/containerd/containerd.sock").unwrap_err().to_string();
+        assert!(error.contains("has not started it"), "{error}");
     }
 
     #[test]

@@ -1,29 +1,53 @@
 //! Requests of the admin service about checkpoints.
 
-use std::sync::Arc;
-
-use sandboxer_protocol::admin::{
-    Checkpoint, CreateCheckpointRequest, ListCheckpointsResponse, SavedContainer,
+use std::{
+    io::{self, BufWriter, Read, Write},
+    sync::Arc,
 };
+
+use futures::{Stream, StreamExt};
+use sandboxer_base::{Code, chain};
+use sandboxer_protocol::admin::{
+    Checkpoint, CheckpointPart, CreateCheckpointRequest, ImportCheckpointRequest, ListCheckpointsResponse,
+    SavedContainer,
+};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
+use super::convert::optional_id;
 use crate::{
-    checkpoint::{Checkpoints, View},
+    checkpoint::{self, Checkpoints, Manifest, View, archive},
     error::PodError,
     pod::DaemonState,
 };
 
-/// Saves a pod. The pod is looked up at once, and the answer follows when it is saved.
+/// Maximum bytes of an archive in one message.
+const PART: usize = 256 << 10;
+/// Number of such messages that may wait.
+const PARTS: usize = 4;
+
+/// Saves a pod. The pod is looked up at once, and the answer follows when it is saved, and has stopped if it was to.
 pub fn create(
     node: &Arc<DaemonState>,
     request: CreateCheckpointRequest,
 ) -> Result<impl Future<Output = Result<Checkpoint, Status>> + Send + use<>, Status> {
     let pod = node.registry.pod_by_prefix(&request.pod)?;
     Ok(async move {
-        let manifest = *pod.checkpoint(request.name).await?;
-        let (namespace, name) = (manifest.namespace.to_string(), manifest.name.to_string());
-        Ok(message(View { namespace, name, manifest: Ok(manifest) }))
+        let CreateCheckpointRequest { name, stop, .. } = request;
+        let saved = if stop { pod.checkpoint_last(name).await } else { pod.checkpoint(name).await };
+        let manifest = *saved?;
+        if stop && let Err(error) = pod.stop().await {
+            let (pod, error) = (pod.id(), chain(&error));
+            return Err(Status::internal(format!("pod {pod} is saved, but has not stopped: {error}")));
+        }
+        Ok(message(made(manifest)))
     })
+}
+
+fn made(manifest: Manifest) -> View {
+    let (namespace, name) = (manifest.namespace.to_string(), manifest.name.to_string());
+    View { namespace, name, manifest: Ok(manifest) }
 }
 
 /// Lists all checkpoints.
@@ -43,6 +67,92 @@ pub async fn inspect(node: &DaemonState, namespace: String, name: String) -> Res
 /// Removes a checkpoint.
 pub async fn remove(node: &DaemonState, namespace: String, name: String) -> Result<Checkpoint, Status> {
     blocking(node, move |all| all.remove(&namespace, &name)).await
+}
+
+/// Sends a checkpoint as an archive.
+pub fn export(
+    node: &DaemonState,
+    namespace: String,
+    name: String,
+) -> Result<ReceiverStream<Result<CheckpointPart, Status>>, Status> {
+    let held = node.checkpoints.hold(&namespace, &name)?;
+    let (parts, receiver) = mpsc::channel(PARTS);
+    tokio::task::spawn_blocking(move || {
+        let exported = archive::export(&held, &mut BufWriter::with_capacity(PART, ToClient(&parts)));
+        if let Err(error) = exported {
+            let reason = format!("cannot export it: {error}");
+            let error = checkpoint::refused(&namespace, &name, Code::FailedPrecondition, reason);
+            // A client that is gone needs none.
+            let _ = parts.blocking_send(Err(error.into()));
+        }
+    });
+    Ok(ReceiverStream::new(receiver))
+}
+
+/// Makes a checkpoint of an archive.
+pub async fn import(
+    node: Arc<DaemonState>,
+    mut requests: impl Stream<Item = Result<ImportCheckpointRequest, Status>> + Send + Unpin + 'static,
+) -> Result<Checkpoint, Status> {
+    let first = requests.next().await.transpose()?.unwrap_or_default();
+    let namespace = optional_id("namespace", &first.namespace)?;
+    let name = optional_id("checkpoint", &first.name)?;
+    let (parts, receiver) = mpsc::channel(PARTS);
+    let checkpoints = node.checkpoints.clone();
+    let importing = tokio::task::spawn_blocking(move || {
+        archive::import(
+            &checkpoints,
+            namespace,
+            name,
+            FromClient { parts: receiver, part: first.data, at: 0 },
+        )
+    });
+    // An archive whose client is gone is cut off.
+    while let Some(Ok(request)) = requests.next().await {
+        if parts.send(request.data).await.is_err() {
+            break;
+        }
+    }
+    drop(parts);
+    let imported = importing.await.map_err(|panic| Status::internal(panic.to_string()))?;
+    Ok(message(made(imported?)))
+}
+
+/// Sends what is written.
+struct ToClient<'a>(&'a mpsc::Sender<Result<CheckpointPart, Status>>);
+
+impl Write for ToClient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let part = CheckpointPart { data: bytes[..bytes.len().min(PART)].to_vec() };
+        let length = part.data.len();
+        let sent = self.0.blocking_send(Ok(part));
+        sent.map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe)).map(|()| length)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Reads what is sent.
+struct FromClient {
+    parts: mpsc::Receiver<Vec<u8>>,
+    part: Vec<u8>,
+    at: usize,
+}
+
+impl Read for FromClient {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        while self.at == self.part.len() {
+            match self.parts.blocking_recv() {
+                Some(part) => (self.part, self.at) = (part, 0),
+                None => return Ok(0),
+            }
+        }
+        let read = (&self.part[self.at..]).read(to)?;
+        self.at += read;
+        Ok(read)
+    }
 }
 
 async fn blocking(

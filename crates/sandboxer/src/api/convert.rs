@@ -34,8 +34,22 @@ const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 /// Annotation with the place of image volumes: "disk", in the guest, or "share", on the host.
 const IMAGE_VOLUMES: &str = "io.sandboxer.image-volumes";
 
-/// Annotation with the name of the checkpoint, in the pod's namespace, from which the pod is restored.
-const RESTORE_FROM: &str = "io.sandboxer.restore-from";
+/// Annotation with the name of the checkpoint from which the pod is restored; of another namespace: `NAMESPACE/NAME`.
+pub const RESTORE_FROM: &str = "io.sandboxer.restore-from";
+
+/// Annotation with the name of the signal that restored containers get when they go on.
+const RESTORE_SIGNAL: &str = "io.sandboxer.restore-signal";
+/// Signals that may be named there, with their numbers in Linux.
+const RESTORE_SIGNALS: [(&str, u32); 8] = [
+    ("SIGHUP", 1),
+    ("SIGUSR1", 10),
+    ("SIGUSR2", 12),
+    ("SIGALRM", 14),
+    ("SIGCONT", 18),
+    ("SIGURG", 23),
+    ("SIGWINCH", 28),
+    ("SIGPWR", 30),
+];
 
 /// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -95,7 +109,8 @@ pub fn pod_spec(
     let handler = config.handlers.get(&sandbox.runtime_handler).copied().unwrap_or_default();
     let start_path = if huge_pages { StartPath::Boot } else { handler.start_path };
     let image_volumes_on_disk = image_volumes_on_disk(&asked.annotations).map_err(invalid)?;
-    let restore_from = restore_from(&asked.annotations).map_err(invalid)?;
+    let (restore_namespace, restore_from) = restore_from(&asked.annotations).map_err(invalid)?.unzip();
+    let restore_signal = restore_signal(&asked.annotations).map_err(invalid)?;
     let max_processes = cgroups.max_processes(&linux.cgroup_parent);
     let node_sysctls = of_node::sysctls(&config.containers);
     if security.selinux_options.is_some_and(|options| !options.encode_to_vec().is_empty()) {
@@ -110,6 +125,8 @@ pub fn pod_spec(
         net_limits,
         vmm: handler.vmm,
         restore_from,
+        restore_namespace: restore_namespace.flatten(),
+        restore_signal,
         vcpus,
         // A whole number of huge pages. Only configured sizes can be odd.
         memory_mib: if huge_pages { memory_mib.next_multiple_of(2) } else { memory_mib },
@@ -212,9 +229,25 @@ fn image_volumes_on_disk(annotations: &HashMap<String, String>) -> Result<bool, 
     }
 }
 
-fn restore_from(annotations: &HashMap<String, String>) -> Result<Option<Id>, String> {
-    let named = annotations.get(RESTORE_FROM).map(|name| name.parse());
-    named.transpose().map_err(|error| format!("annotation {RESTORE_FROM} names no checkpoint: {error}"))
+/// Returns the namespace, unless it is the pod's, and the name of the checkpoint.
+fn restore_from(annotations: &HashMap<String, String>) -> Result<Option<(Option<Id>, Id)>, String> {
+    let Some(text) = annotations.get(RESTORE_FROM) else { return Ok(None) };
+    let parse = |text: &str| {
+        text.parse::<Id>().map_err(|error| format!("annotation {RESTORE_FROM} names no checkpoint: {error}"))
+    };
+    Ok(Some(match text.split_once('/') {
+        Some((namespace, name)) => (Some(parse(namespace)?), parse(name)?),
+        None => (None, parse(text)?),
+    }))
+}
+
+fn restore_signal(annotations: &HashMap<String, String>) -> Result<Option<u32>, String> {
+    let Some(text) = annotations.get(RESTORE_SIGNAL) else { return Ok(None) };
+    let found = RESTORE_SIGNALS.iter().find(|(name, _)| name == text);
+    found.map(|(_, number)| Some(*number)).ok_or_else(|| {
+        let names = RESTORE_SIGNALS.map(|(name, _)| name).join(", ");
+        format!("annotation {RESTORE_SIGNAL} is {text:?}, it may be one of {names}")
+    })
 }
 
 fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Option<u64>, String> {
@@ -315,6 +348,32 @@ mod tests {
         let both: [IpAddr; 2] = ["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()];
         assert_eq!(ips(r#""IP":"192.0.2.7","AdditionalIPs":["2001:db8::7"]"#), both);
         assert_eq!(ips(r#""IP":"","AdditionalIPs":null"#), [] as [IpAddr; 0]);
+    }
+
+    #[test]
+    fn a_checkpoint_is_of_the_pods_namespace_or_of_a_named_one() {
+        let asked = |name: &str, value: &str| {
+            let request = request(|pod| {
+                pod.annotations.insert(name.into(), value.into());
+            });
+            pod_spec(&request, &Config::default(), &Hierarchies::default())
+        };
+        let names = |value: &str| {
+            let spec = asked(RESTORE_FROM, value).unwrap();
+            (spec.restore_namespace.map(String::from), spec.restore_from.map(String::from))
+        };
+        assert_eq!(names("warm"), (None, Some("warm".into())));
+        assert_eq!(names("golden/warm"), (Some("golden".into()), Some("warm".into())));
+        for bad in ["", "/", "../warm", "a/b/c", "golden/", "/warm"] {
+            let refused = asked(RESTORE_FROM, bad).unwrap_err().to_string();
+            assert!(refused.contains("io.sandboxer.restore-from names no checkpoint"), "{refused}");
+        }
+        assert_eq!(asked(RESTORE_SIGNAL, "SIGUSR1").unwrap().restore_signal, Some(10));
+        for bad in ["", "USR1", "10", "SIGKILL", "SIGSTOP", "SIGRTMIN"] {
+            let refused = asked(RESTORE_SIGNAL, bad).unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument);
+            assert!(refused.to_string().contains("it may be one of SIGHUP, SIGUSR1, "), "{refused}");
+        }
     }
 
     #[test]

@@ -16,7 +16,7 @@ use serde::Deserialize;
 /// The only supported version of this description.
 const VERSION: &str = "v1";
 /// Name of the extension in which a sandbox controller receives the description.
-const EXTENSION: &str = "metadata";
+pub const EXTENSION: &str = "metadata";
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
@@ -89,9 +89,10 @@ struct User {
     mode: i32,
 }
 
+/// The limits of a pod's containers together.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct Resources {
+pub struct Resources {
     cpu_period: i64,
     cpu_quota: i64,
     cpu_shares: i64,
@@ -165,14 +166,20 @@ impl From<Linux> for LinuxPodSandboxConfig {
                 ..Default::default()
             }),
             sysctls,
-            resources: resources.map(|resources| LinuxContainerResources {
-                cpu_period: resources.cpu_period,
-                cpu_quota: resources.cpu_quota,
-                cpu_shares: resources.cpu_shares,
-                memory_limit_in_bytes: resources.memory_limit_in_bytes,
-                hugepage_limits: resources.hugepage_limits.into_iter().map(Into::into).collect(),
-                ..Default::default()
-            }),
+            resources: resources.map(Into::into),
+            ..Default::default()
+        }
+    }
+}
+
+impl From<Resources> for LinuxContainerResources {
+    fn from(resources: Resources) -> Self {
+        Self {
+            cpu_period: resources.cpu_period,
+            cpu_quota: resources.cpu_quota,
+            cpu_shares: resources.cpu_shares,
+            memory_limit_in_bytes: resources.memory_limit_in_bytes,
+            hugepage_limits: resources.hugepage_limits.into_iter().map(Into::into).collect(),
             ..Default::default()
         }
     }

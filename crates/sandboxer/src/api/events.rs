@@ -61,6 +61,9 @@ async fn collect(mut events: Receiver<Event>, queue: mpsc::Sender<(SandboxId, En
             }
             Err(RecvError::Closed) => return,
         };
+        if event.name.of_cri_o {
+            continue;
+        }
         for (topic, message) in task_events(&event) {
             if queue.try_send((event.pod.clone(), envelope(&event, topic, message))).is_err() {
                 tracing::warn!(pod = %event.pod, topic, "dropped an event: containerd takes none");

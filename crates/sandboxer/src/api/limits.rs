@@ -64,6 +64,9 @@ const SENT: Names =
 const INGRESS: &str = "kubernetes.io/ingress-bandwidth";
 const EGRESS: &str = "kubernetes.io/egress-bandwidth";
 
+/// The annotation with the networks to which a pod may send packets.
+const MAY_SEND_TO: &str = "io.sandboxer.egress";
+
 /// Returns the limits of each disk of a pod with these annotations. The error names the annotation.
 pub fn disk(annotations: &HashMap<String, String>, config: &LimitsConfig) -> Result<DiskLimits, String> {
     Ok(DiskLimits {
@@ -80,7 +83,7 @@ pub fn network(
     own_network: bool,
 ) -> Result<NetLimits, String> {
     if !own_network {
-        let names = [RECEIVED.rate, RECEIVED.burst, SENT.rate, SENT.burst];
+        let names = [RECEIVED.rate, RECEIVED.burst, SENT.rate, SENT.burst, MAY_SEND_TO];
         return match names.into_iter().find(|name| annotations.contains_key(*name)) {
             Some(name) => Err(format!(
                 "annotation {name} is for pods with a network of their own: this one is in the host's network (hostNetwork)"
@@ -97,7 +100,11 @@ pub fn network(
         };
         rate(annotations, names, bandwidth, &bounds)
     };
+    let egress = annotations
+        .get(MAY_SEND_TO)
+        .map(|text| text.parse().map_err(|error| format!("annotation {MAY_SEND_TO} is {text:?}: {error}")));
     Ok(NetLimits {
+        egress: egress.transpose()?,
         received: direction(&RECEIVED, INGRESS, config.net_bps_rx)?,
         sent: direction(&SENT, EGRESS, config.net_bps_tx)?,
     })
@@ -202,12 +209,14 @@ mod tests {
         let expected = NetLimits {
             received: Some(Rate { per_second: 1 << 20, burst: 4 << 20 }),
             sent: Some(Rate::plain(2 << 20)),
+            egress: None,
         };
         assert_eq!(both, Ok(expected));
         let kubernetes = net(&[(INGRESS, "8M"), (EGRESS, "80Mi"), (SENT.burst, "20Mi")], &open);
         let expected = NetLimits {
             received: Some(Rate::plain(1_000_000)),
             sent: Some(Rate { per_second: 10 << 20, burst: 20 << 20 }),
+            egress: None,
         };
         assert_eq!(kubernetes, Ok(expected));
         let ours = net(&[(INGRESS, "8M"), (RECEIVED.rate, "64Ki")], &open).unwrap();

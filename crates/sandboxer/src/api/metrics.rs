@@ -23,10 +23,16 @@ use sandboxer_config::StartPath;
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::pod::{
-    DaemonState,
-    placer::{Load, Placer},
-    stage_times::StageSummary,
+use crate::{
+    checkpoint::{
+        Checkpoints,
+        counts::{PAUSES_MS, Pauses},
+    },
+    pod::{
+        DaemonState,
+        placer::{Load, Placer},
+        stage_times::StageSummary,
+    },
 };
 
 /// Upper bounds of the buckets, µs: from a cached rootfs to the time limit of a boot.
@@ -143,8 +149,31 @@ impl Collector for Scrape {
                 counts,
             )?;
         }
+        checkpoints(&mut to, &node.checkpoints)?;
         stages(&mut to, &node.stage_times.summaries())
     }
+}
+
+fn checkpoints(to: &mut DescriptorEncoder<'_>, of: &Checkpoints) -> fmt::Result {
+    let (count, bytes) = of.size();
+    gauge(to, "checkpoints", "Saved pods on disk", count)?;
+    let bytes = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+    let help = "Size of all saved pods on disk";
+    let family = to.encode_descriptor("checkpoints", help, Some(&Unit::Bytes), bytes.metric_type())?;
+    bytes.encode(family)?;
+    for (name, help, results) in [
+        ("checkpoint_saves", "Running pods that were to be saved", &of.counts.saves),
+        ("checkpoint_restores", "Pods that were to go on from a checkpoint", &of.counts.restores),
+    ] {
+        let named = results.named().map(|(result, count)| ([("result", result)], count));
+        counters(to, name, help, named)?;
+    }
+    let Pauses { counts, sum } = of.counts.pauses();
+    let ends = PAUSES_MS.iter().map(|&ms| ms as f64 / 1e3).chain([f64::INFINITY]);
+    let buckets: Vec<_> = ends.zip(counts).collect();
+    let help = "Time for which a pod was paused to be saved";
+    to.encode_descriptor("checkpoint_pause", help, Some(&Unit::Seconds), MetricType::Histogram)?
+        .encode_histogram::<NoLabelSet>(sum.as_secs_f64(), counts.iter().sum(), &buckets, None)
 }
 
 fn gauge(to: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> fmt::Result {

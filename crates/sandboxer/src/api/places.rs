@@ -104,7 +104,7 @@ pub async fn add_memory(place: &mut Place) {
     let listed = |bytes: BTreeMap<u32, u64>| {
         bytes.into_iter().map(|(node, bytes)| NodeMemory { node, bytes }).collect()
     };
-    match tokio::task::spawn_blocking(move || Residence::of(pid)).await {
+    match tokio::task::spawn_blocking(move || Residence::read(pid)).await {
         Ok(Ok(residence)) => {
             (place.memory, place.files) = (listed(residence.memory), listed(residence.files));
         }

@@ -1,11 +1,11 @@
-//! The sandbox container: the form in which a containerd without a sandbox controller sees a pod.
+//! The sandbox container: the form in which a containerd without a sandbox controller, or CRI-O, sees a pod.
 //!
-//! For such a containerd, a pod is a container that runs a pause program. Here nothing runs in it: the container *is*
+//! For such a caller, a pod is a container that runs a pause program. Here nothing runs in it: the container *is*
 //! the pod. Each request about it becomes a request about the pod, to the controller that other containerds use.
 //!
 //! | of the task service | of the controller |
 //! |---|---|
-//! | Create | Create with CRI's description of the pod, which containerd keeps; Start |
+//! | Create | Create with CRI's description of the pod, which containerd keeps, and CRI-O writes into the bundle; Start |
 //! | Start | – |
 //! | State, Wait | the pod's status |
 //! | Kill, by a signal that ends a pause program | Stop |
@@ -39,14 +39,15 @@ use sandboxer_protocol::{
 };
 use tonic::{Request, Status};
 
-use super::{bundle, containerd, convert::ttrpc_time, cri_metadata, quarantine, sandbox::SandboxService};
+use super::{bundle, convert::ttrpc_time, cri_metadata, cri_o, quarantine, sandbox::SandboxService};
 use crate::{
+    containerd,
     error::PodError,
     front,
     pod::{
         DaemonState, PodHandle,
         container::{Exit, KILLED},
-        sandbox_exit,
+        sandbox_exit, spec,
     },
     state::{PodState, PodStatus},
 };
@@ -80,12 +81,13 @@ impl SandboxContainers {
         (pod.bundle().is_some() && !pod.is_alone()).then_some(pod)
     }
 
-    /// Creates and starts the pod. `again`: whether an earlier worker may have done it. Returns the VMM's PID.
+    /// Creates and starts the pod. `namespace` is its namespace in containerd; `None`: CRI-O asks. `again`: whether an
+    /// earlier worker may have done it. Returns the VMM's PID.
     pub async fn create(
         &self,
         id: &ContainerId,
         request: &CreateTaskRequest,
-        namespace: &str,
+        namespace: Option<&str>,
         again: bool,
     ) -> Result<u32, Status> {
         let bundle = Path::new(&request.bundle);
@@ -98,10 +100,20 @@ impl SandboxContainers {
             }
         }
         let invalid = |reason| PodError::Invalid { subject: format!("pod {id}"), reason };
-        let socket = bundle::containerd(id, bundle)?;
-        let description = containerd::description(&socket, namespace, id).await?;
-        let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
-        let by = containerd::pid(&socket).await;
+        let (request, by) = match namespace {
+            Some(namespace) => {
+                let socket = bundle::containerd(id, bundle)?;
+                let description = containerd::description(&socket, namespace, id).await?;
+                let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
+                (request, containerd::pid(&socket).await)
+            }
+            None => {
+                [&request.stdout, &request.stderr]
+                    .into_iter()
+                    .for_each(|path| cri_o::end_output(path.as_ref()));
+                (cri_o::create_request(id, &bundle::spec(id, bundle)?).map_err(invalid)?, None)
+            }
+        };
         let pod = self.controller.make(&request, Some(bundle), by)?;
         self.start(&pod).await
     }
@@ -264,8 +276,10 @@ impl Looks {
     async fn at(&mut self, pod: &PodHandle, bundle: &Path) {
         // If the directory of all bundles is missing, it may be unmounted, which says nothing about one bundle.
         let whole = async |path| matches!(tokio::fs::try_exists(path).await, Ok(true));
+        // CRI-O's is in a directory that it removes, too.
+        let above = if spec::is_cri_os(bundle) { bundle.parent().unwrap_or(bundle) } else { bundle };
         match tokio::fs::try_exists(bundle).await {
-            Ok(false) if whole(bundle.parent().unwrap_or(bundle)).await => self.missing += 1,
+            Ok(false) if whole(above.parent().unwrap_or(above)).await => self.missing += 1,
             Ok(there) => {
                 self.missing = 0;
                 if there && self.containerd.is_none() {
@@ -277,9 +291,12 @@ impl Looks {
     }
 }
 
-/// Returns whether containerd has no task of a pod whose bundle is gone. Without a socket of containerd, only the
-/// bundle counts.
+/// Returns whether containerd has no task of a pod whose bundle is gone. Without a socket of containerd, as with CRI-O,
+/// only the bundle counts.
 async fn is_forgotten(node: &DaemonState, pod: &PodHandle, bundle: &Path, containerd: Option<&Path>) -> bool {
+    if spec::is_cri_os(bundle) {
+        return true;
+    }
     let configured = || {
         let path = node.config.containerd_ttrpc.as_ref()?.to_str()?;
         path.strip_suffix(".ttrpc").map(PathBuf::from)

@@ -27,9 +27,10 @@ use ttrpc::{
 };
 
 use super::{
-    alone::{Alone, Waiting},
+    alone::{Alone, Waiting, root},
     bundle::{self, Bundle},
     convert::{id, optional_id, ttrpc_status, ttrpc_time},
+    cri_o,
     sandbox::SandboxService,
     sandbox_container::SandboxContainers,
     traced,
@@ -39,7 +40,8 @@ use crate::{
     front,
     pod::{
         DaemonState, PodHandle, ProcessView,
-        container::{Exit, NewContainer, Phase, StdioPaths, resources, stats},
+        container::{Exit, NewContainer, Phase, StdioPaths, resources, start::OUT_OF_MEMORY, stats},
+        spec::is_cri_os,
     },
 };
 
@@ -127,9 +129,17 @@ impl TaskService {
         container: ContainerId,
         sandbox: SandboxId,
         request: CreateTaskRequest,
+        is_of_cri_o: bool,
     ) -> std::result::Result<PodHandle, PodError> {
         check(&container, &request)?;
         let pod = self.node.registry.pod(&sandbox)?;
+        let dir = Path::new(&request.bundle);
+        let mut root = None;
+        if is_of_cri_o {
+            cri_o::check_pod(&container, dir, &sandbox, pod.bundle())?;
+            // It has mounted the root file system, as docker does.
+            root = Some(root::of(&container, &bundle::spec(&container, dir)?, dir)?);
+        }
         self.node.registry.insert_container(&container, &sandbox)?;
         let new = NewContainer {
             id: container.clone(),
@@ -139,7 +149,7 @@ impl TaskService {
                 .into_iter()
                 .map(|mount| Mount { fstype: mount.type_, source: mount.source, options: mount.options })
                 .collect(),
-            root: None,
+            root,
             stdio: StdioPaths {
                 stdin: request.stdin.into(),
                 stdout: request.stdout.into(),
@@ -225,17 +235,28 @@ impl TaskService {
                 let pid = pid.map_err(|error| refused(error.into()))?;
                 Ok(CreateTaskResponse { pid, ..Default::default() })
             }
-            Bundle::Sandbox => {
-                let pid = self.sandboxes.create(&of, &request, namespace, Self::again(context)).await;
+            kind @ (Bundle::Sandbox | Bundle::SandboxOfCriO) => {
+                let by = (kind == Bundle::Sandbox).then_some(namespace);
+                let pid = self.sandboxes.create(&of, &request, by, Self::again(context)).await;
                 let pid = pid.map_err(|status| refused(ttrpc_status(&status)))?;
                 Ok(CreateTaskResponse { pid, ..Default::default() })
             }
-            Bundle::Container(sandbox) => {
-                let pod = self.create_container(of, sandbox, request).await;
-                let pod = pod.map_err(|error| refused(error.into()))?;
-                Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
-            }
+            Bundle::Container(sandbox) => self.create_of(of, sandbox, request, false).await,
+            Bundle::ContainerOfCriO(sandbox) => self.create_of(of, sandbox, request, true).await,
         }
+    }
+
+    /// Creates a container of a pod. Returns the VMM's PID.
+    async fn create_of(
+        &self,
+        container: ContainerId,
+        sandbox: SandboxId,
+        request: CreateTaskRequest,
+        is_of_cri_o: bool,
+    ) -> Result<CreateTaskResponse> {
+        let pod = self.create_container(container, sandbox, request, is_of_cri_o).await;
+        let pod = pod.map_err(|error| refused(error.into()))?;
+        Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
     async fn start_task(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
@@ -387,6 +408,9 @@ impl Task for TaskService {
         let (pod, view) = self.process(&request.id, &request.exec_id).await?;
         let phase = view.phase.borrow().clone();
         let exit = phase.exit();
+        if exit.is_some_and(|exit| exit.reason == OUT_OF_MEMORY) && is_cri_os(&view.bundle) {
+            cri_o::note_oom(&view.bundle);
+        }
         let is_exec = !request.exec_id.is_empty();
         Ok(StateResponse {
             id: request.id,

@@ -10,7 +10,7 @@ use sandboxer_protocol::{
     id::{ContainerId, Id, SandboxId},
     link::LinkKey,
 };
-use sandboxer_vmm::{DiskRecord, Shape};
+use sandboxer_vmm::{DiskRecord, MEMORY, Shape};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -18,6 +18,12 @@ use crate::template::{Inputs, pages::Checksum};
 
 /// Version of the format of checkpoints.
 pub const FORMAT: u32 = 1;
+/// Names of the files that VMMs write beside the memory.
+const OF_VMMS: [&str; 3] = ["state", "state.json", "config.json"];
+/// Maximum size of one of them in an archive, bytes.
+const MAX_STATE: u64 = 256 << 20;
+/// Maximum size of a disk in an archive, bytes: that of a configured one.
+const MAX_DISK: u64 = 16 << 40;
 
 /// The manifest of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,6 +110,9 @@ pub struct Identity {
     pub name: String,
     /// The image's name.
     pub image: String,
+    /// The image's digest, if containerd told it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub digest: Option<String>,
     /// Command and arguments.
     pub args: Vec<String>,
     /// Working directory.
@@ -115,11 +124,17 @@ pub struct Identity {
 impl Identity {
     /// Returns in words how `other` differs from this container; `None`: it does not.
     pub fn difference(&self, other: &Self) -> Option<String> {
-        let Self { name: _, image, args, cwd, user } = self;
+        let Self { name: _, image, digest, args, cwd, user } = self;
         let differs =
             |what: &str, is: String, was: String| Some(format!("its {what} is {is}, and was {was}"));
-        if *image != other.image {
-            return differs("image", other.image.clone(), image.clone());
+        match (digest, &other.digest) {
+            (Some(was), Some(is)) if was != is => {
+                return differs(&format!("image {}", other.image), is.clone(), was.clone());
+            }
+            // An image may have several names.
+            (Some(_), Some(_)) => {}
+            _ if *image != other.image => return differs("image", other.image.clone(), image.clone()),
+            _ => {}
         }
         if *args != other.args {
             return differs("command", format!("{:?}", other.args), format!("{args:?}"));
@@ -183,6 +198,17 @@ impl Manifest {
 
     /// Parses the text of the manifest of the checkpoint in `dir`, or returns what is wrong with it.
     pub fn parse(text: &[u8], dir: &Path) -> Result<Self, String> {
+        let manifest = Self::parse_foreign(text)?;
+        let named = dir.file_name().is_some_and(|name| name == manifest.name.as_str())
+            && dir.parent().and_then(Path::file_name).is_some_and(|of| of == manifest.namespace.as_str());
+        match named {
+            true => Ok(manifest),
+            false => Err(format!("its manifest is that of {}/{}", manifest.namespace, manifest.name)),
+        }
+    }
+
+    /// Parses the text of the manifest of a checkpoint that is elsewhere, or returns what is wrong with it.
+    pub fn parse_foreign(text: &[u8]) -> Result<Self, String> {
         let line = text.iter().position(|&byte| byte == b'\n').unwrap_or(text.len());
         let header: Header = serde_json::from_slice(&text[..line])
             .map_err(|error| format!("its manifest is damaged: {error}"))?;
@@ -195,15 +221,43 @@ impl Manifest {
         }
         let manifest: Self =
             serde_json::from_slice(rest).map_err(|error| format!("its manifest is damaged: {error}"))?;
-        let named = dir.file_name().is_some_and(|name| name == manifest.name.as_str())
-            && dir.parent().and_then(Path::file_name).is_some_and(|of| of == manifest.namespace.as_str());
-        if !named {
-            return Err(format!("its manifest is that of {}/{}", manifest.namespace, manifest.name));
-        }
         if let Some(name) = manifest.files.keys().find(|name| name.parse::<Id>().is_err()) {
             return Err(format!("its manifest has the file name {name:?}, which is not allowed"));
         }
         Ok(manifest)
+    }
+
+    /// Returns what no checkpoint of this program has; `None`: there is nothing. An archive may be anybody's.
+    pub fn oddity(&self) -> Option<String> {
+        let disks: Vec<String> = self.disks.iter().map(|disk| disk_file(&disk.serial)).collect();
+        let mut expected = disks.iter().map(String::as_str).chain([MEMORY]);
+        if let Some(missing) = expected.find(|name| !self.files.contains_key(*name)) {
+            return Some(format!("it has no file {missing:?}"));
+        }
+        // Their paths on this host follow from the serial numbers.
+        let of_containers = self.containers.iter().flat_map(|container| &container.disks);
+        let is_known = |serial: &str| self.disks.iter().any(|disk| disk.serial == serial);
+        if let Some(unknown) = of_containers.map(|disk| &disk.serial).find(|serial| !is_known(serial)) {
+            return Some(format!("a container has a disk {unknown:?}, which is not among the VM's"));
+        }
+        self.files.iter().find_map(|(name, Checksum { bytes, stored, .. })| {
+            let most = match name.as_str() {
+                MEMORY => self.shape().memory_mib.saturating_mul(1 << 20),
+                name if OF_VMMS.contains(&name) => MAX_STATE,
+                _ if disks.contains(name) => MAX_DISK,
+                _ => return Some(format!("it has a file {name:?}, which is not known")),
+            };
+            let fits = *bytes <= most && stored <= bytes;
+            (!fits).then(|| format!("its file {name:?} has {bytes} bytes, at most {most} are expected"))
+        })
+    }
+
+    /// Makes the manifest that of a copy of the checkpoint under another name.
+    pub fn move_to(&mut self, namespace: &Id, name: &Id, dir: &Path) {
+        (self.namespace, self.name) = (namespace.clone(), name.clone());
+        for disk in self.containers.iter_mut().flat_map(|container| &mut container.disks) {
+            disk.path = dir.join(disk_file(&disk.serial));
+        }
     }
 }
 

@@ -8,13 +8,15 @@
 //! A checkpoint holds the memory of a tenant, so only root can enter its directory, and only pods of its namespace are
 //! restored from it. For use, memory and state are read into sealed memory and checked on the way, as a template's.
 
+pub mod archive;
+pub mod counts;
 pub mod manifest;
 mod store;
 
 use sandboxer_base::Code;
 
 pub use manifest::{Identity, Manifest, SavedContainer, SavedDisk, VolumeKind, disk_file};
-pub use store::{Checkpoints, Draft, Restoring, View};
+pub use store::{Checkpoints, Draft, InUse, Restoring, View};
 
 use crate::error::PodError;
 

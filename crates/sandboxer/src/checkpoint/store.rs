@@ -12,16 +12,22 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs::{self, DirBuilder, File},
     io::{self, Read, Write},
-    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::SystemTime,
 };
 
-use sandboxer_base::{Code, failpoint::fail};
+use sandboxer_base::{
+    Code, chain,
+    clock::now_ns,
+    failpoint::{fail, pass},
+};
+use sandboxer_config::CheckpointsConfig;
 use sandboxer_protocol::id::Id;
 use sandboxer_vmm::Frozen;
 
-use super::{Manifest, disk_file, refused};
+use super::{Manifest, counts::Counts, disk_file, refused};
 use crate::{
     error::{PodError, tolerate},
     template::{
@@ -30,9 +36,12 @@ use crate::{
     },
 };
 
-const MANIFEST: &str = "checkpoint.json";
+pub const MANIFEST: &str = "checkpoint.json";
 /// Maximum size of a manifest, bytes.
-const MAX_MANIFEST: u64 = 4 << 20;
+pub const MAX_MANIFEST: u64 = 4 << 20;
+
+/// The most checkpoints that a refusal names.
+const NAMED: usize = 3;
 
 /// A checkpoint on disk, for people.
 #[derive(Debug)]
@@ -56,23 +65,77 @@ pub struct Saved {
     stamps: BTreeMap<String, Stamp>,
 }
 
+/// What a checkpoint takes.
+#[derive(Debug, Clone, Copy)]
+struct Stored {
+    bytes: u64,
+    /// Time at which it came to be here, ns since 1970; `None`: it is being made.
+    since_ns: Option<u64>,
+}
+
 /// The checkpoints of a node.
 #[derive(Debug)]
 pub struct Checkpoints {
     root: PathBuf,
+    config: CheckpointsConfig,
+    /// What was saved and restored since the daemon's start.
+    pub counts: Counts,
     // Plain locks: held for a look-up, never across an await or while a file is read.
     /// The one that was restored last, so that copies that start one after the other share its memory.
     last: Mutex<Option<Arc<Saved>>>,
-    /// Number of restores in progress, by directory.
-    restoring: Mutex<HashMap<PathBuf, usize>>,
+    /// Number of readers, by directory.
+    in_use: Mutex<HashMap<PathBuf, usize>>,
+    /// What each takes, by directory.
+    stored: Mutex<BTreeMap<PathBuf, Stored>>,
 }
 
-/// A checkpoint from which a pod is being restored: until this is dropped, it cannot be removed.
+/// A checkpoint that is being read: until this is dropped, it cannot be removed.
+#[derive(Debug)]
+pub struct InUse {
+    /// The checkpoint's directory.
+    pub dir: PathBuf,
+    of: Arc<Checkpoints>,
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let mut in_use = lock(&self.of.in_use);
+        if let Some(count) = in_use.get_mut(&self.dir) {
+            *count -= 1;
+            if *count == 0 {
+                in_use.remove(&self.dir);
+            }
+        }
+    }
+}
+
+impl InUse {
+    /// Reads the checkpoint into sealed memory and checks it, unless it is there unchanged. Blocks.
+    fn load(self, namespace: &str, name: &str) -> Result<Restoring, PodError> {
+        let known = lock(&self.of.last).clone().filter(|saved| {
+            saved.dir == self.dir
+                && stamps(&self.dir, saved.manifest.files.keys()).is_ok_and(|now| now == saved.stamps)
+        });
+        let saved = match known {
+            Some(saved) => saved,
+            None => {
+                let read = read(&self.dir);
+                let read = read.map_err(|reason| refused(namespace, name, Code::FailedPrecondition, reason));
+                let saved = Arc::new(read?);
+                *lock(&self.of.last) = Some(saved.clone());
+                saved
+            }
+        };
+        Ok(Restoring { saved, _in_use: self })
+    }
+}
+
+/// A checkpoint from which a pod is being restored.
 #[derive(Debug)]
 pub struct Restoring {
     /// The checkpoint.
     pub saved: Arc<Saved>,
-    of: Arc<Checkpoints>,
+    _in_use: InUse,
 }
 
 impl Restoring {
@@ -80,18 +143,6 @@ impl Restoring {
     pub fn disk(&self, serial: &str) -> io::Result<(File, PathBuf)> {
         let path = self.saved.dir.join(disk_file(serial));
         Ok((File::open(&path)?, path))
-    }
-}
-
-impl Drop for Restoring {
-    fn drop(&mut self) {
-        let mut restoring = lock(&self.of.restoring);
-        if let Some(count) = restoring.get_mut(&self.saved.dir) {
-            *count -= 1;
-            if *count == 0 {
-                restoring.remove(&self.saved.dir);
-            }
-        }
     }
 }
 
@@ -104,13 +155,18 @@ pub struct Draft {
     pub namespace: Id,
     /// The directory for its files.
     pub dir: PathBuf,
-    target: PathBuf,
+    /// The directory that this one becomes.
+    pub target: PathBuf,
+    /// The checksums that its files must have; `None`: those that they have.
+    pub expected: Option<BTreeMap<String, Checksum>>,
+    of: Arc<Checkpoints>,
     is_finished: bool,
 }
 
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.is_finished {
+            lock(&self.of.stored).remove(&self.target);
             tolerate("remove", &self.dir, fs::remove_dir_all(&self.dir));
         }
     }
@@ -127,14 +183,36 @@ impl Draft {
                 refused(namespace.as_str(), name.as_str(), Code::Internal, reason)
             }
         };
+        let mut files = BTreeMap::new();
         for entry in fs::read_dir(&self.dir).map_err(failed("read", &self.dir))? {
             let path = entry.map_err(failed("read", &self.dir))?.path();
             let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
             let file = File::open(&path).map_err(failed("open", &path))?;
             let checksum = pages::checksum(&file).map_err(failed("read", &path))?;
-            file.sync_all().map_err(failed("write", &path))?;
-            manifest.files.insert(name.to_owned(), checksum);
+            let synced = fail(format_args!("a saved file is synced: {}", path.display()));
+            synced.and_then(|()| file.sync_all()).map_err(failed("write", &path))?;
+            files.insert(name.to_owned(), checksum);
         }
+        match &self.expected {
+            Some(expected) if *expected != files => {
+                let differs = expected.iter().find(|(name, of)| files.get(*name) != Some(of));
+                let name = differs.map_or("", |(name, _)| name);
+                let reason = format!("its file {name:?} is damaged: checksum mismatch");
+                return Err(refused(
+                    self.namespace.as_str(),
+                    self.name.as_str(),
+                    Code::InvalidArgument,
+                    reason,
+                ));
+            }
+            _ => manifest.files = files,
+        }
+        self.of.reserve(
+            self.namespace.as_str(),
+            self.name.as_str(),
+            &self.target,
+            manifest.stored_bytes(),
+        )?;
         let path = self.dir.join(MANIFEST);
         let written = || {
             fail(format_args!("a checkpoint is written: {}", path.display()))?;
@@ -143,8 +221,16 @@ impl Draft {
             file.sync_all()?;
             File::open(&self.dir)?.sync_all()
         };
+        pass(format_args!("a checkpoint has its files"));
         written().map_err(failed("write", &path))?;
-        fs::rename(&self.dir, &self.target).map_err(failed("rename to", &self.target))?;
+        pass(format_args!("a checkpoint has its manifest"));
+        let renamed = fail(format_args!("a checkpoint gets its name: {}", self.target.display()))
+            .and_then(|()| fs::rename(&self.dir, &self.target));
+        renamed.map_err(failed("rename to", &self.target))?;
+        if let Some(stored) = lock(&self.of.stored).get_mut(&self.target) {
+            stored.since_ns = Some(now_ns());
+        }
+        pass(format_args!("a checkpoint has its name"));
         let parent = self.target.parent().unwrap_or(&self.target).to_owned();
         let synced = File::open(&parent).and_then(|dir| dir.sync_all());
         self.is_finished = true;
@@ -155,33 +241,104 @@ impl Draft {
 
 impl Checkpoints {
     /// Opens the directory of checkpoints below the state directory, and removes what an earlier daemon did not finish.
-    pub fn open(state_dir: &Path) -> io::Result<Arc<Self>> {
+    pub fn open(state_dir: &Path, config: &CheckpointsConfig) -> io::Result<Arc<Self>> {
         let root = state_dir.join("checkpoints");
         DirBuilder::new().recursive(true).mode(0o700).create(&root)?;
+        let mut stored = BTreeMap::new();
         for namespace in fs::read_dir(&root)?.flatten() {
             for entry in fs::read_dir(namespace.path()).into_iter().flatten().flatten() {
                 if entry.file_name().as_encoded_bytes().starts_with(b".") {
                     tolerate("remove", &entry.path(), fs::remove_dir_all(entry.path()));
+                } else {
+                    stored.insert(entry.path(), Stored::of(&entry.path()));
                 }
             }
         }
-        Ok(Arc::new(Self { root, last: Mutex::default(), restoring: Mutex::default() }))
+        Ok(Arc::new(Self {
+            root,
+            config: config.clone(),
+            counts: Counts::default(),
+            last: Mutex::default(),
+            in_use: Mutex::default(),
+            stored: Mutex::new(stored),
+        }))
     }
 
-    /// Begins a checkpoint, unless there is one of this name.
-    pub fn draft(&self, namespace: &str, name: &str) -> Result<Draft, PodError> {
+    /// Returns the number of checkpoints, and their bytes on disk.
+    pub fn size(&self) -> (usize, u64) {
+        let stored = lock(&self.stored);
+        let complete = stored.values().filter(|stored| stored.since_ns.is_some());
+        complete.fold((0, 0), |(count, bytes), stored| (count + 1, bytes + stored.bytes))
+    }
+
+    /// Removes the checkpoints that are too old at this time, unless they are in use. Blocks.
+    pub fn remove_aged(&self, now_ns: u64) {
+        let Some(max_age) = self.config.max_age else { return };
+        let before = now_ns.saturating_sub(u64::try_from(max_age.as_nanos()).unwrap_or(u64::MAX));
+        let is_aged = |stored: &Stored| stored.since_ns.is_some_and(|since| since < before);
+        let aged: Vec<PathBuf> = lock(&self.stored)
+            .iter()
+            .filter(|(_, stored)| is_aged(stored))
+            .map(|(dir, _)| dir.clone())
+            .collect();
+        for dir in aged {
+            let [namespace, name] = names(&dir);
+            match self.remove(&namespace, &name) {
+                Ok(_) => tracing::info!(namespace, name, "removed a checkpoint of checkpoints.max_age_hours"),
+                // It is tried again.
+                Err(error) => {
+                    tracing::debug!(error = chain(&error), "cannot remove a checkpoint that is too old");
+                }
+            }
+        }
+    }
+
+    /// Reserves space for a checkpoint, in place of what was reserved for it before.
+    fn reserve(&self, namespace: &str, name: &str, dir: &Path, bytes: u64) -> Result<(), PodError> {
+        let (mut stored, most) = (lock(&self.stored), self.config.most_bytes);
+        let others = stored.iter().filter(|(of, _)| *of != dir);
+        let taken: u64 = others.clone().map(|(_, stored)| stored.bytes).sum();
+        if taken.saturating_add(bytes) <= most {
+            stored.insert(dir.to_owned(), Stored { bytes, since_ns: None });
+            return Ok(());
+        }
+        let mib = |bytes: u64| bytes.div_ceil(1 << 20);
+        let mut oldest: Vec<_> =
+            others.filter_map(|(dir, stored)| Some((stored.since_ns?, names(dir), stored.bytes))).collect();
+        oldest.sort_unstable();
+        let named: Vec<String> = oldest
+            .iter()
+            .take(NAMED)
+            .map(|(_, [namespace, name], bytes)| format!("{namespace}/{name} ({} MiB)", mib(*bytes)))
+            .collect();
+        let remedy = match named.as_slice() {
+            [] => "raise checkpoints.max_mib".to_owned(),
+            named => format!("remove checkpoints, the oldest are {}", named.join(", ")),
+        };
+        let reason = format!(
+            "it may take {} MiB, and {} of at most {} MiB (checkpoints.max_mib) are taken: {remedy}",
+            mib(bytes),
+            mib(taken),
+            most >> 20
+        );
+        Err(refused(namespace, name, Code::FailedPrecondition, reason))
+    }
+
+    /// Begins a checkpoint that takes about so many bytes, unless there is one of this name or no room.
+    pub fn draft(self: &Arc<Self>, namespace: &str, name: &str, bytes: u64) -> Result<Draft, PodError> {
         let target = self.dir(namespace, name)?;
+        // `dir` accepts nothing else.
+        let parse =
+            |text: &str| text.parse::<Id>().map_err(|source| PodError::Id { what: "checkpoint", source });
+        let ids = (parse(namespace)?, parse(name)?);
         let parent = self.root.join(namespace);
         let dir = parent.join(format!(".new.{name}"));
         let failed = |error: io::Error| {
             let reason = format!("cannot create {}: {error}", dir.display());
             refused(namespace, name, Code::Internal, reason)
         };
+        fail(format_args!("a checkpoint begins: {}", dir.display())).map_err(failed)?;
         DirBuilder::new().recursive(true).mode(0o700).create(&parent).map_err(failed)?;
-        let there = "there is one of this name already: remove it, or choose another name";
-        if target.exists() {
-            return Err(refused(namespace, name, Code::AlreadyExists, there));
-        }
         match DirBuilder::new().mode(0o700).create(&dir) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 let reason = "one of this name is being made: wait for its end";
@@ -189,11 +346,18 @@ impl Checkpoints {
             }
             made => made.map_err(failed)?,
         }
-        // `dir` accepts nothing else.
-        let parse =
-            |text: &str| text.parse::<Id>().map_err(|source| PodError::Id { what: "checkpoint", source });
-        let (name, namespace) = (parse(name)?, parse(namespace)?);
-        Ok(Draft { name, namespace, dir, target, is_finished: false })
+        // While this directory exists, nobody else makes one of this name.
+        if target.exists() {
+            tolerate("remove", &dir, fs::remove_dir(&dir));
+            let there = "there is one of this name already: remove it, or choose another name";
+            return Err(refused(namespace, name, Code::AlreadyExists, there));
+        }
+        let (namespace, name) = ids;
+        let draft =
+            Draft { name, namespace, dir, target, expected: None, of: self.clone(), is_finished: false };
+        self.reserve(draft.namespace.as_str(), draft.name.as_str(), &draft.target, bytes)?;
+        pass(format_args!("a checkpoint has its directory"));
+        Ok(draft)
     }
 
     /// Lists all checkpoints.
@@ -238,47 +402,35 @@ impl Checkpoints {
         // Renamed first, so that no part of it is taken for a whole, and no start waits for the rest.
         {
             let mut last = lock(&self.last);
-            if lock(&self.restoring).contains_key(&dir) {
-                let reason = "a pod is being restored from it: try again when that has started";
+            if lock(&self.in_use).contains_key(&dir) {
+                let reason = "it is being restored or exported: try again when that has ended";
                 return Err(refused(namespace, name, Code::FailedPrecondition, reason));
             }
             if last.as_ref().is_some_and(|saved| saved.dir == dir) {
                 *last = None;
             }
             fs::rename(&dir, &doomed).map_err(failed)?;
+            lock(&self.stored).remove(&dir);
         }
+        pass(format_args!("a checkpoint has lost its name"));
         fs::remove_dir_all(&doomed).map_err(failed)?;
         Ok(view)
     }
 
     /// Reads a checkpoint into sealed memory and checks it, unless it is there unchanged.
     pub async fn load(self: &Arc<Self>, namespace: &str, name: &str) -> Result<Restoring, PodError> {
-        let dir = self.existing(namespace, name)?;
-        // Counted first: from here on it cannot be removed.
-        *lock(&self.restoring).entry(dir.clone()).or_default() += 1;
-        let all = self.clone();
+        let in_use = self.hold(namespace, name)?;
         let (of_namespace, of_name) = (namespace.to_owned(), name.to_owned());
-        let loading = tokio::task::spawn_blocking(move || all.load_now(&dir, &of_namespace, &of_name));
+        let loading = tokio::task::spawn_blocking(move || in_use.load(&of_namespace, &of_name));
         loading.await.unwrap_or_else(|panic| Err(refused(namespace, name, Code::Internal, panic.to_string())))
     }
 
-    fn load_now(self: &Arc<Self>, dir: &Path, namespace: &str, name: &str) -> Result<Restoring, PodError> {
-        let counted = Counted { of: self, dir };
-        let known = lock(&self.last).clone().filter(|saved| {
-            saved.dir == dir && stamps(dir, saved.manifest.files.keys()).is_ok_and(|now| now == saved.stamps)
-        });
-        let saved = match known {
-            Some(saved) => saved,
-            None => {
-                let read =
-                    read(dir).map_err(|reason| refused(namespace, name, Code::FailedPrecondition, reason));
-                let saved = Arc::new(read?);
-                *lock(&self.last) = Some(saved.clone());
-                saved
-            }
-        };
-        std::mem::forget(counted);
-        Ok(Restoring { saved, of: self.clone() })
+    /// Finds a checkpoint that then cannot be removed.
+    pub fn hold(self: &Arc<Self>, namespace: &str, name: &str) -> Result<InUse, PodError> {
+        let dir = self.dir(namespace, name)?;
+        *lock(&self.in_use).entry(dir.clone()).or_default() += 1;
+        let in_use = InUse { dir, of: self.clone() };
+        self.existing(namespace, name).map(|_| in_use)
     }
 
     fn existing(&self, namespace: &str, name: &str) -> Result<PathBuf, PodError> {
@@ -301,31 +453,44 @@ impl Checkpoints {
     }
 }
 
-/// A restore that is counted, until it is a [`Restoring`].
-struct Counted<'a> {
-    of: &'a Arc<Checkpoints>,
-    dir: &'a Path,
-}
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        let mut restoring = lock(&self.of.restoring);
-        if let Some(count) = restoring.get_mut(self.dir) {
-            *count -= 1;
-            if *count == 0 {
-                restoring.remove(self.dir);
-            }
+impl Stored {
+    /// Returns what a checkpoint of an earlier daemon takes.
+    fn of(dir: &Path) -> Self {
+        let on_disk = || {
+            let files = fs::read_dir(dir).into_iter().flatten().flatten();
+            files.filter_map(|file| Some(file.metadata().ok()?.blocks() * 512)).sum()
+        };
+        let bytes = manifest(dir).map_or_else(|_| on_disk(), |manifest| manifest.stored_bytes());
+        let meta = fs::metadata(dir.join(MANIFEST)).or_else(|_| fs::metadata(dir));
+        let since = meta.ok().and_then(|meta| meta.modified().ok());
+        let since = since.and_then(|since| since.duration_since(SystemTime::UNIX_EPOCH).ok());
+        Self {
+            bytes,
+            since_ns: Some(since.map_or(0, |since| u64::try_from(since.as_nanos()).unwrap_or(u64::MAX))),
         }
     }
 }
 
+/// Returns the namespace and the name of the checkpoint in a directory.
+fn names(dir: &Path) -> [String; 2] {
+    let text = |path: Option<&Path>| {
+        path.and_then(Path::file_name).unwrap_or_default().to_string_lossy().into_owned()
+    };
+    [text(dir.parent()), text(Some(dir))]
+}
+
 /// Reads a manifest, or returns what is wrong with it.
 fn manifest(dir: &Path) -> Result<Manifest, String> {
+    Manifest::parse(&manifest_text(dir)?, dir)
+}
+
+/// Reads the text of a manifest.
+pub fn manifest_text(dir: &Path) -> Result<Vec<u8>, String> {
     let path = dir.join(MANIFEST);
     let mut text = Vec::new();
     let read = File::open(&path).and_then(|file| file.take(MAX_MANIFEST).read_to_end(&mut text));
     read.map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-    Manifest::parse(&text, dir)
+    Ok(text)
 }
 
 /// Reads a whole checkpoint and checks it, or returns what is wrong with it.

@@ -14,13 +14,13 @@ use crate::error::PodError;
 /// Creates the pod's cgroup, if CRI names a parent, restricted to the CPUs of the pod's place. Returns the place:
 /// none if the cgroup cannot be restricted.
 pub fn make(node: &DaemonState, spec: &PodSpec, place: Place, undo: &mut Undo) -> Result<Place, PodError> {
-    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(place) };
+    let Some(cgroup) = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id) else { return Ok(place) };
     cgroup.make().map_err(|(path, source)| {
         let action = "make control group";
         PodError::Path { pod: spec.id.clone(), action, path, source }
     })?;
-    let (of, made) = (spec.id.clone(), cgroup.clone());
-    undo.push("remove the control group", async move { remove(&of, &made).await });
+    let (pod, made) = (spec.id.clone(), cgroup.clone());
+    undo.push("remove the control group", async move { remove(&pod, &made).await });
     if place.bounds == Bounds::default() {
         return Ok(place);
     }
@@ -39,13 +39,27 @@ pub fn make(node: &DaemonState, spec: &PodSpec, place: Place, undo: &mut Undo) -
 /// period, 5 to 17 ms on two cores, so the move runs in parallel. A container's start waits for it. So does the VMM's
 /// exit, because another process may have its PID afterwards.
 #[derive(Debug)]
-pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
+pub struct CgroupAttach {
+    moved: JoinHandle<Result<(), (PathBuf, io::Error)>>,
+    /// Whether the pod is one of an earlier daemon, and runs on if its VMM cannot be moved.
+    is_adopted: bool,
+}
 
 impl CgroupAttach {
-    /// Starts to move the VMM, unless an earlier daemon has moved it already.
+    /// Starts to move the VMM of an adopted pod, unless an earlier daemon has moved it already. The host may have another hierarchy by
+    /// now than when the pod was made, where the group is created.
     pub fn go_on(node: &DaemonState, spec: &PodSpec, vm: &Arc<dyn Vm>) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        if cgroup.holds(vm.record().pid) { None } else { Self::begin(node, spec, vm, oneshot::channel().0) }
+        let cgroup = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id)?;
+        let pid = vm.record().pid;
+        if cgroup.contains(pid) {
+            return None;
+        }
+        let vm = vm.clone();
+        let moved = tokio::task::spawn_blocking(move || {
+            cgroup.make()?;
+            Self::move_into(&cgroup, &*vm)
+        });
+        Some(Self { moved, is_adopted: true })
     }
 
     /// Starts to move the VMM; returns `None` if the pod has no cgroup. Drops `over` at the end.
@@ -55,22 +69,31 @@ impl CgroupAttach {
         vm: &Arc<dyn Vm>,
         over: oneshot::Sender<Infallible>,
     ) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
+        let cgroup = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id)?;
         let vm = vm.clone();
         let moved = tokio::task::spawn_blocking(move || {
             let _over = over;
-            pass(format_args!("before the VMM is counted"));
-            // The VMM is moved last: its cgroup shows the next daemon that all processes have been moved.
-            vm.helpers().into_iter().chain([vm.record().pid]).try_for_each(|pid| cgroup.enter(pid))
+            Self::move_into(&cgroup, &*vm)
         });
-        Some(Self(moved))
+        Some(Self { moved, is_adopted: false })
+    }
+
+    fn move_into(cgroup: &Cgroup, vm: &dyn Vm) -> Result<(), (PathBuf, io::Error)> {
+        pass(format_args!("before the VMM is counted"));
+        // The VMM is moved last: its cgroup shows the next daemon that all processes have been moved.
+        vm.helpers().into_iter().chain([vm.record().pid]).try_for_each(|pid| cgroup.enter(pid))
     }
 
     /// Waits until the VMM is in the cgroup.
     pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
-        match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
+        match self.moved.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
             // The VMM has exited; the task that watches it reports that.
             Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+            Err((path, error)) if self.is_adopted => {
+                tracing::error!(pod = %spec.id, path = %path.display(), %error,
+                    "cannot move the VMM of an adopted pod into its control group: limits of the node do not hold for it");
+                Ok(())
+            }
             moved => moved.map_err(|(path, source)| PodError::Path {
                 pod: spec.id.clone(),
                 action: "move the VMM into control group",

@@ -13,7 +13,11 @@ use std::{
     time::Instant,
 };
 
-use sandboxer_base::{Code, chain, clock::now_ns};
+use sandboxer_base::{
+    Code, chain,
+    clock::now_ns,
+    failpoint::{fail, pass, reach},
+};
 use sandboxer_host::{
     rootfs::copy_data,
     volume::{Content, Needed},
@@ -30,9 +34,18 @@ use serde_json::Value;
 
 use crate::{
     checkpoint::{self, Draft, Identity, Manifest, SavedContainer, SavedDisk, VolumeKind, disk_file},
+    containerd,
     error::PodError,
     front,
-    pod::{container::spec::GuestSpec, daemon_state::DaemonState, running_vm::RunningVm, spec::PodSpec},
+    pod::{
+        container::{
+            NewContainer,
+            spec::{self, GuestSpec},
+        },
+        daemon_state::DaemonState,
+        running_vm::RunningVm,
+        spec::PodSpec,
+    },
     template::{Kind, Shape},
 };
 
@@ -54,6 +67,8 @@ pub struct Plan {
     pub spare: Option<DiskRecord>,
     /// The pod's volumes.
     pub volumes: Vec<Needed>,
+    /// Whether the pod ends when it is saved.
+    pub stop: bool,
 }
 
 /// What a pod's task knows of the containers that a restored pod goes on with.
@@ -96,6 +111,30 @@ impl Restored {
             Some(how) => Err(self.refused(format!("container {:?} is another one: {how}", identity.name))),
             None => Ok(Some(saved)),
         }
+    }
+
+    /// Checks that a container has the saved one's image, where that does not follow from its identity: by the layers.
+    pub async fn check_layers(
+        &self,
+        node: &DaemonState,
+        pod: &PodSpec,
+        new: &NewContainer,
+        (saved, identity): (&SavedContainer, &Identity),
+    ) -> Result<(), PodError> {
+        if saved.identity.digest.is_some() && identity.digest.is_some() {
+            return Ok(());
+        }
+        let images: Vec<&Path> =
+            saved.disks.iter().filter(|disk| disk.read_only).map(|disk| disk.path.as_path()).collect();
+        if node.rootfs.is_made_of(&pod.id, &new.id, &new.mounts, &images).await? {
+            return Ok(());
+        }
+        let Identity { name, image, .. } = identity;
+        let reason = format!(
+            "container {name:?}: cannot tell that its image {image} is the saved one: its layers are not those on this \
+             node, and containerd did not tell its digest, now or when it was saved: set containerd.ttrpc"
+        );
+        Err(self.refused(reason))
     }
 
     /// Makes a container's specification name the saved volumes instead of those that the pod has for them.
@@ -152,6 +191,25 @@ impl Restored {
     }
 }
 
+/// Reads by what a container of a pod is recognised.
+pub async fn identify(
+    node: &DaemonState,
+    pod: &PodSpec,
+    container: &ContainerId,
+    bundle: &Path,
+) -> Result<Identity, PodError> {
+    let mut identity = spec::identity(container, bundle)?;
+    if let Some(socket) = containerd::socket(pod.bundle.as_deref(), node.config.containerd_ttrpc.as_deref()) {
+        match containerd::image(&socket, container).await {
+            Ok(digest) => identity.digest = Some(digest),
+            Err(error) => {
+                tracing::warn!(pod = %pod.id, %container, error, "cannot learn the digest of a container's image");
+            }
+        }
+    }
+    Ok(identity)
+}
+
 /// Returns the kind of a volume that can be saved.
 pub fn kind(content: &Content) -> Option<VolumeKind> {
     match content {
@@ -203,7 +261,8 @@ pub fn rename(renamed: &BTreeMap<Id, Id>, guest_spec: &mut GuestSpec) -> serde_j
     Ok(())
 }
 
-/// Saves the pod. Returns the checkpoint, or why there is none; and whether the pod goes on.
+/// Saves the pod. Returns the checkpoint, or why there is none; and whether the pod goes on. A pod that is to end stays
+/// frozen from its saving on.
 pub async fn save(
     node: &DaemonState,
     spec: &PodSpec,
@@ -220,39 +279,71 @@ pub async fn save(
         }
     };
     let saved = save_frozen(node, spec, live, &plan, &ids).await;
-    let goes_on = go_on(live, &ids).await;
-    if goes_on.is_ok() {
-        kept.release();
-    }
-    let finished = match saved {
-        Ok((mut manifest, images, began)) => {
-            manifest.paused_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            let draft = plan.draft;
-            let finishing = tokio::task::spawn_blocking(move || {
-                images.iter().try_for_each(|image| keep_image(image, &draft.dir)).map_err(|error| {
-                    let reason = format!("cannot keep an image in {}: {error}", draft.dir.display());
-                    checkpoint::refused(draft.namespace.as_str(), draft.name.as_str(), Code::Internal, reason)
-                })?;
-                draft.finish(manifest)
-            });
-            finishing.await.unwrap_or_else(|panic| {
-                Err(PodError::Failed { subject: format!("pod {}", spec.id), reason: panic.to_string() })
-            })
+    let (draft, stop) = (plan.draft, plan.stop);
+    let goes_on = async || {
+        let goes_on = go_on(live, &ids).await;
+        if goes_on.is_ok() {
+            kept.release();
         }
-        Err(error) => Err(error),
+        goes_on
     };
-    (finished, goes_on)
+    let captured = match saved {
+        Ok(captured) => captured,
+        Err(error) => return (Err(error), goes_on().await),
+    };
+    if !stop {
+        let goes_on = goes_on().await;
+        reach(format_args!("a saved pod goes on"), &draft.dir).await;
+        return (finish(spec, draft, captured).await, goes_on);
+    }
+    let target = draft.target.clone();
+    match finish(spec, draft, captured).await {
+        // Its containers stay frozen while the guest powers off. The note is forgotten when the pod has stopped.
+        Ok(manifest) => {
+            reach(format_args!("a saved pod is about to end"), &target).await;
+            (Ok(manifest), live.vm.resume().await.map_err(PodError::from))
+        }
+        Err(error) => (Err(error), goes_on().await),
+    }
 }
 
-/// Freezes the containers and saves the VM, which stays paused. Returns the manifest, the disks that nobody writes, and
-/// when the pause began.
+/// Completes the checkpoint.
+async fn finish(
+    spec: &PodSpec,
+    draft: Draft,
+    Captured { mut manifest, images, began }: Captured,
+) -> Result<Manifest, PodError> {
+    manifest.paused_ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    let finishing = tokio::task::spawn_blocking(move || {
+        images.iter().try_for_each(|image| keep_image(image, &draft.dir)).map_err(|error| {
+            let reason = format!("cannot keep an image in {}: {error}", draft.dir.display());
+            checkpoint::refused(draft.namespace.as_str(), draft.name.as_str(), Code::Internal, reason)
+        })?;
+        pass(format_args!("a checkpoint has its images"));
+        draft.finish(manifest)
+    });
+    finishing.await.unwrap_or_else(|panic| {
+        Err(PodError::Failed { subject: format!("pod {}", spec.id), reason: panic.to_string() })
+    })
+}
+
+/// A pod whose memory, devices and written disks are saved.
+struct Captured {
+    manifest: Manifest,
+    /// The disks that nobody writes.
+    images: Vec<OpenDisk>,
+    /// When the pause began.
+    began: Instant,
+}
+
+/// Freezes the containers and saves the VM, which stays paused.
 async fn save_frozen(
     node: &DaemonState,
     spec: &PodSpec,
     live: &RunningVm,
     plan: &Plan,
     ids: &[ContainerId],
-) -> Result<(Manifest, Vec<OpenDisk>, Instant), PodError> {
+) -> Result<Captured, PodError> {
     let inputs = node.templates.inputs(plan.kind).await.map_err(|error| PodError::Failed {
         subject: format!("pod {}", spec.id),
         reason: format!("cannot tell what its VM depends on: {}", chain(&error)),
@@ -261,6 +352,7 @@ async fn save_frozen(
     for id in ids {
         live.agent.pause_container(id).await?;
     }
+    reach(format_args!("the containers of a pod that is saved are frozen"), &plan.draft.dir).await;
     let made_at_ns = now_ns();
     let volumes = plan.volumes.iter().filter_map(|needed| match &needed.content {
         Content::Disk { dir } => {
@@ -272,6 +364,7 @@ async fn save_frozen(
     let disks: Vec<DiskRecord> = disks.chain(volumes).collect();
     let to = Destination { dir: plan.draft.dir.clone(), memory_mib: plan.kind.shape.memory_mib };
     let open = live.vm.checkpoint(&to, &disks).await?;
+    reach(format_args!("the VM of a pod is saved"), &plan.draft.dir).await;
     let recorded = open
         .iter()
         .map(|disk| SavedDisk { serial: disk.record.serial.clone(), read_only: disk.record.read_only });
@@ -288,6 +381,7 @@ async fn save_frozen(
         path,
         source,
     })?;
+    reach(format_args!("the disks of a pod are saved"), &plan.draft.dir).await;
     let manifest = Manifest {
         name: plan.draft.name.clone(),
         namespace: plan.draft.namespace.clone(),
@@ -308,7 +402,7 @@ async fn save_frozen(
             .collect(),
         files: Default::default(),
     };
-    Ok((manifest, images, began))
+    Ok(Captured { manifest, images, began })
 }
 
 /// Lets a pod that was being saved go on.
@@ -341,6 +435,7 @@ pub async fn resume_saved(
 fn copy(disk: &OpenDisk, dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let path = dir.join(disk_file(&disk.record.serial));
+    fail(format_args!("a disk is saved: {}", path.display()))?;
     let to = fs::File::options().write(true).create_new(true).mode(0o600).open(path)?;
     copy_data(&disk.file, &to)
 }
@@ -349,6 +444,7 @@ fn copy(disk: &OpenDisk, dir: &Path) -> io::Result<()> {
 fn keep_image(disk: &OpenDisk, dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::MetadataExt;
     let path = dir.join(disk_file(&disk.record.serial));
+    fail(format_args!("an image is kept: {}", path.display()))?;
     let open = disk.file.metadata()?;
     if fs::hard_link(&disk.record.path, &path).is_ok() {
         let linked = fs::metadata(&path)?;

@@ -31,12 +31,12 @@ pub async fn keep(node: Arc<DaemonState>) {
 /// Compares the clocks of all ready pods, except for those in `done`, which follow another clock.
 async fn round(pods: Vec<PodHandle>, done: &mut HashSet<SandboxId>) {
     done.retain(|id| pods.iter().any(|pod| pod.id() == id));
-    let asked: Vec<_> = pods
+    let comparisons: Vec<_> = pods
         .into_iter()
         .filter(|pod| pod.status().state == PodState::Ready && !done.contains(pod.id()))
         .map(compare)
         .collect();
-    let finished: Vec<_> = futures::stream::iter(asked).buffer_unordered(AT_ONCE).collect().await;
+    let finished: Vec<_> = futures::stream::iter(comparisons).buffer_unordered(AT_ONCE).collect().await;
     done.extend(finished.into_iter().flatten());
 }
 

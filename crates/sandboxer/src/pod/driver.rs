@@ -3,6 +3,16 @@
 //! The task handles requests and results of work one at a time, and never blocks: slow work runs in other tasks, whose
 //! results come back as [`Done`]. So status and stop are handled while a start is in progress, and no lock is needed.
 
+/// Returns the value of a result; a request without one is answered with the error.
+macro_rules! value_or_answer {
+    ($reply:expr, $result:expr) => {
+        match $result {
+            Ok(value) => value,
+            Err(error) => return answer($reply, Err(error)),
+        }
+    };
+}
+
 mod adoption;
 mod checkpoint;
 mod done;
@@ -99,8 +109,8 @@ fn driver(
     };
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
-    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
-    let helpers = node.volumes.helpers.of(&spec.uid);
+    let cgroup = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id);
+    let helpers = node.volumes.helpers.on_behalf_of(&spec.uid);
     let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = Volumes::new(store, shares, disk_bytes);
@@ -112,6 +122,7 @@ fn driver(
         name: spec.name.clone(),
         uid: spec.uid.clone(),
         alone: spec.alone,
+        of_cri_o: spec.is_of_cri_o(),
     });
     node.events.name(&spec.id, name.clone());
     let quiet = Quiet::on(node.vmms.get(node.vmms.key(spec.vmm).unwrap_or_default()).info().accelerator);
@@ -236,29 +247,29 @@ impl Driver {
         PodError::State { action, subject: format!("pod {}", self.spec.id), state }
     }
 
-    fn process(&self, of: &ContainerId, exec: Option<&ExecId>) -> Result<&Process, PodError> {
-        let container = self.containers.get(of).ok_or_else(|| PodError::NoContainer(of.clone()))?;
-        container.process(exec).ok_or_else(|| no_exec(of, exec))
+    fn process(&self, id: &ContainerId, exec: Option<&ExecId>) -> Result<&Process, PodError> {
+        let container = self.containers.get(id).ok_or_else(|| PodError::NoContainer(id.clone()))?;
+        container.process(exec).ok_or_else(|| no_exec(id, exec))
     }
 
-    fn process_mut(&mut self, of: &ContainerId, exec: Option<&ExecId>) -> Result<&mut Process, PodError> {
-        let container = self.containers.get_mut(of).ok_or_else(|| PodError::NoContainer(of.clone()))?;
-        container.process_mut(exec).ok_or_else(|| no_exec(of, exec))
+    fn process_mut(&mut self, id: &ContainerId, exec: Option<&ExecId>) -> Result<&mut Process, PodError> {
+        let container = self.containers.get_mut(id).ok_or_else(|| PodError::NoContainer(id.clone()))?;
+        container.process_mut(exec).ok_or_else(|| no_exec(id, exec))
     }
 
     /// Returns an error if a process does not exist or has exited.
-    fn running(&self, of: &ContainerId, exec: Option<&ExecId>) -> Result<(), PodError> {
-        match self.process(of, exec)?.has_exited() {
-            true => Err(PodError::ProcessEnded(of.clone())),
+    fn running(&self, id: &ContainerId, exec: Option<&ExecId>) -> Result<(), PodError> {
+        match self.process(id, exec)?.has_exited() {
+            true => Err(PodError::ProcessEnded(id.clone())),
             false => Ok(()),
         }
     }
 }
 
-fn no_exec(of: &ContainerId, exec: Option<&ExecId>) -> PodError {
+fn no_exec(id: &ContainerId, exec: Option<&ExecId>) -> PodError {
     match exec {
-        Some(exec) => PodError::NoExec { container: of.clone(), exec: exec.clone() },
-        None => PodError::NoContainer(of.clone()),
+        Some(exec) => PodError::NoExec { container: id.clone(), exec: exec.clone() },
+        None => PodError::NoContainer(id.clone()),
     }
 }
 

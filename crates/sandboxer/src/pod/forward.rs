@@ -173,10 +173,10 @@ async fn forward(stream: TcpStream, agent: &Agent, owner: u64) -> Result<(), End
         }
     };
     let (from, to) = stream.into_split();
-    let (said_all, heard_all) = oneshot::channel();
+    let (input_end, input_ended) = oneshot::channel();
     let copied = tokio::try_join!(
-        into_guest(from, agent, connection, said_all),
-        out_of_guest(to, agent, connection, heard_all)
+        into_guest(from, agent, connection, input_end),
+        out_of_guest(to, agent, connection, input_ended)
     );
     agent.close_connection(connection).await?;
     copied.map(drop)
@@ -186,7 +186,7 @@ async fn into_guest(
     mut from: OwnedReadHalf,
     agent: &Agent,
     connection: u64,
-    said_all: oneshot::Sender<()>,
+    input_end: oneshot::Sender<()>,
 ) -> Result<(), Ended> {
     let mut chunk = vec![0; CHUNK];
     loop {
@@ -194,7 +194,7 @@ async fn into_guest(
         agent.write_connection(connection, chunk[..count].to_vec(), count == 0).await?;
         if count == 0 {
             // The other direction may have ended before.
-            let _ = said_all.send(());
+            let _ = input_end.send(());
             return Ok(());
         }
     }
@@ -204,14 +204,14 @@ async fn out_of_guest(
     mut to: OwnedWriteHalf,
     agent: &Agent,
     connection: u64,
-    said_all: oneshot::Receiver<()>,
+    input_ended: oneshot::Receiver<()>,
 ) -> Result<(), Ended> {
-    let said_all = said_all.shared();
+    let input_ended = input_ended.shared();
     loop {
-        let gone = said_all.clone().then(|_| gone(to.as_ref()));
+        let client_gone = input_ended.clone().then(|_| wait_until_gone(to.as_ref()));
         let data = tokio::select! {
             data = agent.read_connection(connection) => data?,
-            error = gone => return Err(error.into()),
+            error = client_gone => return Err(error.into()),
         };
         if data.len() > CHUNK {
             return Err(Ended::TooMuch(data.len()));
@@ -225,7 +225,7 @@ async fn out_of_guest(
 }
 
 /// Waits until the client of a connection is gone. The client's side is closed, so reading cannot detect this.
-async fn gone(stream: &TcpStream) -> io::Error {
+async fn wait_until_gone(stream: &TcpStream) -> io::Error {
     loop {
         tokio::time::sleep(LOOK).await;
         match stream.take_error() {

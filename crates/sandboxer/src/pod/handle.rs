@@ -133,81 +133,81 @@ impl PodHandle {
     /// Registers an exec. `process` is an OCI process object.
     pub async fn create_exec(
         &self,
-        of: ContainerId,
+        id: ContainerId,
         exec: ExecId,
         process: Vec<u8>,
         stdio: StdioPaths,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::CreateExec { of, exec, process, stdio, reply }).await
+        self.ask(|reply| Request::CreateExec { id, exec, process, stdio, reply }).await
     }
 
     /// Starts a process.
-    pub async fn start_process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+    pub async fn start_process(&self, id: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         let request = SpanContext::current();
-        self.ask(|reply| Request::StartProcess { of, exec, again: false, request, reply }).await
+        self.ask(|reply| Request::StartProcess { id, exec, again: false, request, reply }).await
     }
 
     /// Starts a process, unless an earlier worker has: then returns the result of that start.
-    pub async fn start_process_again(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+    pub async fn start_process_again(&self, id: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         let request = SpanContext::current();
-        self.ask(|reply| Request::StartProcess { of, exec, again: true, request, reply }).await
+        self.ask(|reply| Request::StartProcess { id, exec, again: true, request, reply }).await
     }
 
     /// Returns a process's state.
-    pub async fn process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<ProcessView, PodError> {
-        self.ask(|reply| Request::Process { of, exec, reply }).await
+    pub async fn process(&self, id: ContainerId, exec: Option<ExecId>) -> Result<ProcessView, PodError> {
+        self.ask(|reply| Request::Process { id, exec, reply }).await
     }
 
     /// Signals a process, or all processes of a container.
     pub async fn signal(
         &self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         signal: u32,
         all: bool,
     ) -> Result<(), PodError> {
-        self.deliver(of, exec, Signal { number: signal, all, ..Signal::default() }).await
+        self.deliver(id, exec, Signal { number: signal, all, ..Signal::default() }).await
     }
 
     /// Signals like [`PodHandle::signal`]; repeated requests with the same id signal once.
     pub async fn deliver(
         &self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         signal: Signal,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::Signal { of, exec, signal, reply }).await
+        self.ask(|reply| Request::Signal { id, exec, signal, reply }).await
     }
 
     /// Removes a container or an exec. Returns its exit.
-    pub async fn delete(&self, of: ContainerId, exec: Option<ExecId>) -> Result<Exit, PodError> {
-        self.ask(|reply| Request::Delete { of, exec, reply }).await
+    pub async fn delete(&self, id: ContainerId, exec: Option<ExecId>) -> Result<Exit, PodError> {
+        self.ask(|reply| Request::Delete { id, exec, reply }).await
     }
 
     /// Closes a process's stdin after the content of its FIFO has been delivered.
-    pub async fn close_stdin(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
-        self.ask(|reply| Request::CloseStdin { of, exec, reply }).await
+    pub async fn close_stdin(&self, id: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+        self.ask(|reply| Request::CloseStdin { id, exec, reply }).await
     }
 
     /// Sets the size of a process's terminal.
     pub async fn resize(
         &self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         columns: u32,
         rows: u32,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::Resize { of, exec, columns, rows, reply }).await
+        self.ask(|reply| Request::Resize { id, exec, columns, rows, reply }).await
     }
 
     /// Pauses or resumes a container.
-    pub async fn set_paused(&self, of: ContainerId, paused: bool) -> Result<(), PodError> {
-        self.ask(|reply| Request::SetPaused { of, paused, reply }).await
+    pub async fn set_paused(&self, id: ContainerId, paused: bool) -> Result<(), PodError> {
+        self.ask(|reply| Request::SetPaused { id, paused, reply }).await
     }
 
     /// Changes a container's limits (OCI `linux.resources`, JSON).
-    pub async fn update(&self, of: ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
-        self.ask(|reply| Request::Update { of, resources, reply }).await
+    pub async fn update(&self, id: ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
+        self.ask(|reply| Request::Update { id, resources, reply }).await
     }
 
     /// Changes the limits of all containers together; rejected if they exceed the pod's VM.
@@ -216,13 +216,13 @@ impl PodHandle {
     }
 
     /// Returns the guest PIDs of a container.
-    pub async fn pids(&self, of: ContainerId) -> Result<Vec<u32>, PodError> {
-        self.ask(|reply| Request::Pids { of, reply }).await
+    pub async fn pids(&self, id: ContainerId) -> Result<Vec<u32>, PodError> {
+        self.ask(|reply| Request::Pids { id, reply }).await
     }
 
     /// Returns the statistics of a container, or of the whole guest.
-    pub async fn stats(&self, of: Option<ContainerId>) -> Result<StatsResponse, PodError> {
-        self.ask(|reply| Request::Stats { of, reply }).await
+    pub async fn stats(&self, container: Option<ContainerId>) -> Result<StatsResponse, PodError> {
+        self.ask(|reply| Request::Stats { container, reply }).await
     }
 
     /// Sets the guest's clock by the host's. Returns whether this must be repeated later.
@@ -237,7 +237,13 @@ impl PodHandle {
 
     /// Saves the pod, which goes on, under this name in its namespace.
     pub async fn checkpoint(&self, name: String) -> Result<Box<Manifest>, PodError> {
-        self.ask(|reply| Request::Checkpoint { name, reply }).await
+        self.ask(|reply| Request::Checkpoint { name, stop: false, reply }).await
+    }
+
+    /// Saves the pod as [`PodHandle::checkpoint`] does. If it was saved it then stops, without having run again; the
+    /// stop is not awaited.
+    pub async fn checkpoint_last(&self, name: String) -> Result<Box<Manifest>, PodError> {
+        self.ask(|reply| Request::Checkpoint { name, stop: true, reply }).await
     }
 
     /// Returns everything about the pod.
@@ -246,9 +252,9 @@ impl PodHandle {
     }
 
     async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, PodError> {
-        let gone = || PodError::Gone(self.id.clone());
+        let pod_gone = || PodError::Gone(self.id.clone());
         let (reply, answer) = oneshot::channel();
-        self.requests.send(Box::new(request(reply))).await.map_err(|_| gone())?;
-        answer.await.map_err(|_| gone())?
+        self.requests.send(Box::new(request(reply))).await.map_err(|_| pod_gone())?;
+        answer.await.map_err(|_| pod_gone())?
     }
 }

@@ -39,8 +39,8 @@ pub fn listen(front: &Arc<Front>, pod: &PodSpec) -> Result<Vec<TcpListener>, Pod
 /// have taken some.
 pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
     let listen = |&port: &u16| {
-        if let Some(kept) = front.take(&key(pod, port)).and_then(|mut entry| entry.fds.pop()) {
-            return Some(kept.into());
+        if let Some(fd) = front.take(&key(pod, port)).and_then(|mut entry| entry.fds.pop()) {
+            return Some(fd.into());
         }
         match ports::listen(port) {
             Ok(listener) => {

@@ -47,7 +47,7 @@ pub struct Sum {
 
 impl ContainerLimits {
     /// Returns the limits in OCI's `linux.resources`.
-    pub fn of(resources: &LinuxResources) -> Self {
+    pub fn from_resources(resources: &LinuxResources) -> Self {
         let memory = resources.memory().as_ref().and_then(|memory| memory.limit());
         let cpu = resources.cpu().as_ref();
         let quota = cpu.and_then(|cpu| cpu.quota()).unwrap_or_default();
@@ -57,7 +57,9 @@ impl ContainerLimits {
 
     /// Returns the limits in OCI's `linux.resources` as JSON; unspecified limits if it cannot be parsed.
     pub fn of_json(resources: &[u8]) -> Self {
-        serde_json::from_slice(resources).map(|resources| Self::of(&resources)).unwrap_or_default()
+        serde_json::from_slice(resources)
+            .map(|resources| Self::from_resources(&resources))
+            .unwrap_or_default()
     }
 
     /// Returns these limits; those that are not specified are taken from `before`.
@@ -115,7 +117,7 @@ impl Amounts {
 
 impl Sum {
     /// Returns the sum of these limits.
-    pub fn of(limits: impl Iterator<Item = ContainerLimits>) -> Self {
+    pub fn from_limits(limits: impl Iterator<Item = ContainerLimits>) -> Self {
         let none = Self { amounts: Amounts::default(), all_memory: true, all_cpu: true };
         limits.fold(none, |sum, limits| Self {
             amounts: Amounts {
@@ -150,29 +152,29 @@ mod tests {
 
     #[test]
     fn a_container_says_its_limits_or_nothing() {
-        let of = |json: &str| {
+        let parsed = |json: &str| {
             let limits = ContainerLimits::of_json(json.as_bytes());
             (limits.memory_bytes, limits.cpu_micros)
         };
-        assert_eq!(of(r#"{"memory":{"limit":67108864}}"#), (64 << 20, 0));
-        assert_eq!(of(r#"{"memory":{"limit":-1},"cpu":{"quota":-1,"period":100000}}"#), (-1, -1));
-        assert_eq!(of(r#"{"cpu":{"quota":150000,"period":100000}}"#), (0, 1_500_000));
-        assert_eq!(of(r#"{"cpu":{"quota":25000}}"#), (0, 250_000));
-        assert_eq!(of(r#"{"cpu":{"quota":1,"period":18446744073709551615}}"#), (0, 1), "it is a limit");
-        assert_eq!((of(r#"{"cpu":{"shares":2}}"#), of("?")), ((0, 0), (0, 0)));
+        assert_eq!(parsed(r#"{"memory":{"limit":67108864}}"#), (64 << 20, 0));
+        assert_eq!(parsed(r#"{"memory":{"limit":-1},"cpu":{"quota":-1,"period":100000}}"#), (-1, -1));
+        assert_eq!(parsed(r#"{"cpu":{"quota":150000,"period":100000}}"#), (0, 1_500_000));
+        assert_eq!(parsed(r#"{"cpu":{"quota":25000}}"#), (0, 250_000));
+        assert_eq!(parsed(r#"{"cpu":{"quota":1,"period":18446744073709551615}}"#), (0, 1), "it is a limit");
+        assert_eq!((parsed(r#"{"cpu":{"shares":2}}"#), parsed("?")), ((0, 0), (0, 0)));
     }
 
     #[test]
     fn limits_add_up_and_become_those_of_a_pod() {
         let limits = |memory_bytes, cpu_micros| ContainerLimits { memory_bytes, cpu_micros };
-        let sum = Sum::of([limits(1 << 20, 500_000), limits(2 << 20, -1)].into_iter());
+        let sum = Sum::from_limits([limits(1 << 20, 500_000), limits(2 << 20, -1)].into_iter());
         assert!(sum.all_memory && !sum.all_cpu);
         assert_eq!(sum.amounts, Amounts { memory_bytes: 3 << 20, cpu_micros: 500_000 });
         let pod = sum.amounts.as_limits(0);
         assert_eq!(pod, Limits { cpu_quota_us: 50_000, cpu_period_us: 100_000, memory_bytes: 3 << 20 });
         assert_eq!(Amounts::of_pod(&pod), sum.amounts);
         assert_eq!(sum.amounts.as_limits(50_000).cpu_quota_us, 25_000);
-        let huge = Sum::of([limits(i64::MAX, i64::MAX); 4].into_iter()).amounts;
+        let huge = Sum::from_limits([limits(i64::MAX, i64::MAX); 4].into_iter()).amounts;
         assert_eq!(huge.as_limits(u64::MAX).cpu_quota_us, i64::MAX);
         assert_eq!(limits(0, 7).or(limits(5, 6)), limits(5, 7));
     }

@@ -35,10 +35,15 @@ const OF_THE_GUEST: [(&str, [u64; 2]); 13] = [
 const NR_OPEN_NAME: &str = "fs.nr_open";
 const NR_OPEN: u64 = 1 << 20;
 
+/// The sysctl with the number of process ids. Since Linux 6.14 each PID namespace has its own, which begins at the maximum.
+const PID_MAX_NAME: &str = "kernel.pid_max";
+const PID_MAX: &str = "4194304";
+const PID_MAX_OF_NAMESPACES: (u32, u32) = (6, 14);
+
 /// Maximum length of a sysctl's value, bytes.
 const MAX_VALUE: usize = 4096;
 
-/// Returns the node's values of the sysctls that guests are configured to have.
+/// Returns the node's values of the sysctls that guests are configured to have, as its containers see them.
 pub fn sysctls(config: &ContainersConfig) -> BTreeMap<String, String> {
     sysctls_in(Path::new("/proc/sys"), &config.node_sysctls)
 }
@@ -50,7 +55,21 @@ fn sysctls_in(dir: &Path, names: &[String]) -> BTreeMap<String, String> {
     };
     let values = names.iter().filter_map(|name| Some((name.clone(), value(name)?)));
     // Strict accounting concerns the node's memory: half of a small guest's would not be enough for a program.
-    values.filter(|(name, value)| name != "vm.overcommit_memory" || value != "2").collect()
+    let mut values: BTreeMap<_, _> =
+        values.filter(|(name, value)| name != "vm.overcommit_memory" || value != "2").collect();
+    let release = fs::read_to_string(dir.join("kernel/osrelease")).ok().and_then(|text| version(&text));
+    if release >= Some(PID_MAX_OF_NAMESPACES)
+        && let Some(of_node) = values.get_mut(PID_MAX_NAME)
+    {
+        *of_node = PID_MAX.to_owned();
+    }
+    values
+}
+
+/// Returns the version in a kernel's release.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|character: char| !character.is_ascii_digit());
+    Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
 /// Returns the resource limits of containers created by process `containerd`, in a guest with these sysctls of the
@@ -65,7 +84,7 @@ pub fn rlimits(
     };
     let mut limits = containerd
         .filter(|pid| *pid > 0)
-        .and_then(|pid| rlimits::of(pid).ok())
+        .and_then(|pid| rlimits::read(pid).ok())
         .unwrap_or_else(|| named(&OF_THE_SERVICE));
     limits.extend(config.rlimits.clone());
     // The guest's kernel rejects larger values.
@@ -93,12 +112,20 @@ mod tests {
         let names = ["vm.max_map_count", "vm.overcommit_memory", "vm.nothing"].map(str::to_owned);
         let found = sysctls_in(dir.path(), &names);
         assert_eq!(found, [("vm.max_map_count".to_owned(), "262144".to_owned())].into());
+
+        fs::create_dir(dir.path().join("kernel")).unwrap();
+        fs::write(dir.path().join("kernel/pid_max"), "32768\n").unwrap();
+        for (release, expected) in [("6.1.0-50-amd64", "32768"), ("6.18.44-fc", PID_MAX), ("7.0", PID_MAX)] {
+            fs::write(dir.path().join("kernel/osrelease"), release).unwrap();
+            let found = sysctls_in(dir.path(), &[PID_MAX_NAME.to_owned()]);
+            assert_eq!(found[PID_MAX_NAME], expected, "{release}");
+        }
     }
 
     #[test]
     fn containers_have_the_limits_of_their_containerd_within_what_their_guest_can_have() {
         let mut config = Config::default().containers;
-        let own = rlimits::of(std::process::id().cast_signed()).unwrap();
+        let own = rlimits::read(std::process::id().cast_signed()).unwrap();
         let this = Some(std::process::id().cast_signed());
         let unbounded = [(NR_OPEN_NAME.to_owned(), u64::MAX.to_string())].into();
         let limits = rlimits(this, &config, &unbounded);

@@ -37,7 +37,7 @@ pub fn choose(node: &DaemonState, spec: &PodSpec, kind: Kind) -> Result<Place, P
         false => node.placer.seat(kind.shape),
     };
     let placement = match seat {
-        Ok(_) if node.cgroups.of(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
+        Ok(_) if node.cgroups.for_pod(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
         Ok(seat) => Placement { seat: Some(seat), reason: "the node with most room at its start".to_owned() },
         Err(why) => Placement::none(why.to_string()),
     };

@@ -159,8 +159,10 @@ impl Placer {
     /// Creates the cgroups of VMs without a pod. On failure, these VMs are not placed.
     pub fn prepare(mut self, common: Option<&Cgroup>) -> Self {
         let everywhere = Bounds { cpus: self.unreserved.clone(), nodes: None };
-        let of = |node: u32| self.nodes.iter().find(|of| of.id == node).map(|node| node.cpus.clone());
-        let bounded = self.idle.iter().map(|(node, group)| (group, Bounds { cpus: of(*node), nodes: None }));
+        let cpus_of =
+            |node: u32| self.nodes.iter().find(|known| known.id == node).map(|node| node.cpus.clone());
+        let bounded =
+            self.idle.iter().map(|(node, group)| (group, Bounds { cpus: cpus_of(*node), nodes: None }));
         let common = common.filter(|_| everywhere != Bounds::default()).map(|group| (group, everywhere));
         let made = common.into_iter().chain(bounded).try_for_each(|(group, bounds)| {
             group.make()?;
@@ -222,22 +224,22 @@ impl Placer {
         if self.nodes.is_empty() {
             return Err(Unplaced::Nothing);
         }
-        let mut room = Vec::new();
+        let mut candidates = Vec::new();
         for node in self.nodes.iter().filter(|node| fits(shape, node)) {
             let available = available(node.id).unwrap_or_default();
-            room.push((node, available));
+            candidates.push((node, available));
         }
-        if room.is_empty() {
+        if candidates.is_empty() {
             return Err(Unplaced::TooLarge);
         }
-        room.retain(|(_, available)| *available >= shape.memory_mib << 20);
+        candidates.retain(|(_, available)| *available >= shape.memory_mib << 20);
         let mut load = self.lock();
         // vCPUs per CPU, including the new VM's, in units that are whole numbers.
         let crowd = |node: &Node| {
             let vcpus = load.get(&node.id).map_or(0, |load| load.vcpus) + shape.vcpus;
             u64::from(vcpus) * 1_000_000 / node.cpus.count() as u64
         };
-        let best = room.into_iter().min_by_key(|(node, available)| (crowd(node), u64::MAX - available));
+        let best = candidates.into_iter().min_by_key(|(node, available)| (crowd(node), u64::MAX - available));
         let (node, _) = best.ok_or(Unplaced::NoMemory)?;
         Ok(self.take(&mut load, node, shape))
     }
@@ -290,7 +292,7 @@ impl Placer {
             return Err(NoSeat::Nothing);
         }
         let known = || self.nodes.iter().map(|node| node.id.to_string()).collect::<Vec<_>>().join(", ");
-        let found = self.nodes.iter().find(|of| of.id == node);
+        let found = self.nodes.iter().find(|known| known.id == node);
         found.ok_or_else(|| NoSeat::NoNode { node, nodes: known() })
     }
 

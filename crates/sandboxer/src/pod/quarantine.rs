@@ -133,14 +133,14 @@ impl Quarantine {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
         let pod: Option<SandboxId> = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
         let (name, at_ns) = self.unused_name(pod.as_ref())?;
-        let kept = self.record(&name);
+        let record = self.record(&name);
         let then = if taken_up { TAKEN_UP } else { "its VMM, if any, is left alone" };
-        tracing::error!(error = chain(error), ?kept, "moved an unreadable record to the quarantine; {then}");
+        tracing::error!(error = chain(error), kept = ?record, "moved an unreadable record to the quarantine; {then}");
         if !taken_up {
             // First: alone, it would be the pod's record for the next daemon.
-            rename_if_there(&journal::before(path), &journal::before(&kept))?;
+            rename_if_there(&journal::before(path), &journal::before(&record))?;
         }
-        fs::rename(path, &kept)?;
+        fs::rename(path, &record)?;
         // The report may be lost, but not the record.
         let reported = (|| {
             let left = self.left(pod.as_ref(), &strays::all()?);
@@ -154,7 +154,7 @@ impl Quarantine {
             serde_json::to_writer_pretty(&mut file, &report).map_err(io::Error::other)
         })();
         if let Err(error) = reported {
-            tracing::error!(%error, ?kept, "cannot write the report of a quarantined record");
+            tracing::error!(%error, kept = ?record, "cannot write the report of a quarantined record");
         }
         File::open(&self.dir)?.sync_all()
     }
@@ -199,8 +199,12 @@ impl Quarantine {
             }
             Err(errno) => return Err(self.host(name, "put back record", &to)(errno.into())),
         }
-        let (kept, before) = (journal::before(&from), journal::before(&to));
-        rename_if_there(&kept, &before).map_err(self.host(name, "put back the record before", &before))?;
+        let (from_before, before) = (journal::before(&from), journal::before(&to));
+        rename_if_there(&from_before, &before).map_err(self.host(
+            name,
+            "put back the record before",
+            &before,
+        ))?;
         for dir in [&self.journal, &self.dir] {
             let synced = File::open(dir).and_then(|dir| dir.sync_all());
             synced.map_err(self.host(name, "sync", dir))?;

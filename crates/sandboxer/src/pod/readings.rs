@@ -82,11 +82,11 @@ impl Known {
     /// Returns the last values if the guest has not run since.
     fn current(
         &self,
-        of: &Option<ContainerId>,
+        container: &Option<ContainerId>,
         cpu_time: CpuTime,
         Quiet(quiet): Quiet,
     ) -> Option<StatsResponse> {
-        let reading = self.last.get(of)?;
+        let reading = self.last.get(container)?;
         let ran = self.ran(cpu_time)?.saturating_sub(reading.ran?);
         (ran < quiet).then(|| reading.values.clone())
     }
@@ -107,60 +107,60 @@ impl Readings {
     /// the guest has not run since. `cpu_time` returns the VMM's processor time.
     pub async fn read(
         self: Arc<Self>,
-        of: Option<ContainerId>,
+        container: Option<ContainerId>,
         cpu_time: impl Fn() -> CpuTime + Send + 'static,
         ask: impl Future<Output = Result<StatsResponse, PodError>> + Send + 'static,
     ) -> Result<StatsResponse, PodError> {
         let before = cpu_time();
         let (alone, forgotten) = {
             let mut known = self.known();
-            if let Some(current) = known.current(&of, before, self.quiet) {
+            if let Some(current) = known.current(&container, before, self.quiet) {
                 return Ok(current);
             }
             if known.late {
-                return self.last(&mut known, &of);
+                return self.last(&mut known, &container);
             }
             known.under_way += 1;
             (known.under_way == 1, known.forgotten)
         };
         // Continues without a waiter: its end shows that the guest responds again.
         let asking = tokio::spawn({
-            let (this, of) = (self.clone(), of.clone());
+            let (this, container) = (self.clone(), container.clone());
             async move {
-                let told = ask.await;
+                let answer = ask.await;
                 let now = cpu_time();
                 // Of several concurrent responses, only the time of the first is counted.
                 let spent = now.zip(before).filter(|_| alone).map(|(now, before)| now.saturating_sub(before));
-                this.told(of, told, now, spent.unwrap_or_default(), forgotten)
+                this.record(container, answer, now, spent.unwrap_or_default(), forgotten)
             }
         });
         match timeout(LIMIT, asking).await {
             Ok(Ok(Err(error))) if matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded) => {
-                self.last(&mut self.known(), &of).map_err(|_| error)
+                self.last(&mut self.known(), &container).map_err(|_| error)
             }
-            Ok(Ok(told)) => told,
+            Ok(Ok(answer)) => answer,
             Ok(Err(_)) | Err(_) => {
                 let mut known = self.known();
                 if known.under_way > 0 && !known.late {
                     known.late = true;
                     tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not report its statistics; returning the last ones");
                 }
-                self.last(&mut known, &of)
+                self.last(&mut known, &container)
             }
         }
     }
 
     /// Removes the values of a container, or of the guest, so that the next caller gets current ones.
-    pub fn forget(&self, of: Option<&ContainerId>) {
+    pub fn forget(&self, container: Option<&ContainerId>) {
         let mut known = self.known();
-        known.last.remove(&of.cloned());
+        known.last.remove(&container.cloned());
         known.forgotten += 1;
     }
 
-    fn told(
+    fn record(
         &self,
-        of: Option<ContainerId>,
-        told: Result<StatsResponse, PodError>,
+        container: Option<ContainerId>,
+        answer: Result<StatsResponse, PodError>,
         cpu_time: CpuTime,
         spent: Duration,
         forgotten: u64,
@@ -169,24 +169,24 @@ impl Readings {
         known.answering += spent;
         known.under_way -= 1;
         // After a failure, the next call tries again.
-        if known.under_way == 0 || told.is_ok() {
+        if known.under_way == 0 || answer.is_ok() {
             known.late = false;
         }
-        if let Ok(values) = &told
+        if let Ok(values) = &answer
             && known.forgotten == forgotten
         {
             let ran = known.ran(cpu_time);
             let reading = Reading { at: Instant::now(), ran, values: values.clone() };
-            known.last.insert(of, Box::new(reading));
+            known.last.insert(container, Box::new(reading));
         }
-        told
+        answer
     }
 
-    fn last(&self, known: &mut Known, of: &Option<ContainerId>) -> Result<StatsResponse, PodError> {
+    fn last(&self, known: &mut Known, container: &Option<ContainerId>) -> Result<StatsResponse, PodError> {
         let no_readings = || PodError::NoReadings { pod: self.pod.clone(), limit: LIMIT };
-        let Reading { at, values, .. } = &**known.last.get(of).ok_or_else(no_readings)?;
+        let Reading { at, values, .. } = &**known.last.get(container).ok_or_else(no_readings)?;
         self.old.fetch_add(1, Ordering::Relaxed);
-        tracing::debug!(pod = %self.pod, container = ?of, age = ?at.elapsed(), "old statistics are answered");
+        tracing::debug!(pod = %self.pod, ?container, age = ?at.elapsed(), "old statistics are answered");
         Ok(values.clone())
     }
 
@@ -201,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    fn of(container: &str) -> Option<ContainerId> {
+    fn id(container: &str) -> Option<ContainerId> {
         Some(container.parse().unwrap())
     }
 
@@ -217,19 +217,19 @@ mod tests {
     async fn a_guest_that_does_not_answer_is_waited_for_once_and_its_last_readings_are_told() {
         let readings = readings();
         for container in ["a", "b"] {
-            assert_eq!(readings.clone().read(of(container), unknown, ready(using(7))).await.unwrap().pids, 7);
+            assert_eq!(readings.clone().read(id(container), unknown, ready(using(7))).await.unwrap().pids, 7);
         }
         let begin = Instant::now();
         for container in ["a", "b", "a", "b"] {
-            assert_eq!(readings.clone().read(of(container), unknown, pending()).await.unwrap().pids, 7);
+            assert_eq!(readings.clone().read(id(container), unknown, pending()).await.unwrap().pids, 7);
         }
         assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
-        let error = readings.clone().read(of("new"), unknown, pending()).await.unwrap_err();
+        let error = readings.clone().read(id("new"), unknown, pending()).await.unwrap_err();
         assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
         assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
         assert_eq!(readings.old.load(Ordering::Relaxed), 4);
-        readings.forget(of("a").as_ref());
-        assert!(readings.clone().read(of("a"), unknown, pending()).await.is_err());
+        readings.forget(id("a").as_ref());
+        assert!(readings.clone().read(id("a"), unknown, pending()).await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
@@ -268,7 +268,7 @@ mod tests {
             }
         };
         let read = async |container: &str, pids| {
-            readings.clone().read(of(container), cpu_time(), says(pids)).await.unwrap().pids
+            readings.clone().read(id(container), cpu_time(), says(pids)).await.unwrap().pids
         };
         assert_eq!((read("a", 1).await, read("b", 2).await), (1, 2));
         for _ in 0..3 {
@@ -281,15 +281,18 @@ mod tests {
         }
         clock.fetch_add(2, Ordering::Relaxed);
         assert_eq!((read("a", 5).await, read("b", 6).await), (5, 6), "it ran for 5 ms");
-        readings.forget(of("a").as_ref());
+        readings.forget(id("a").as_ref());
         assert_eq!((read("a", 7).await, read("b", 8).await), (7, 6), "one was forgotten");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_says_no_is_believed() {
         let readings = readings();
-        readings.clone().read(of("a"), unknown, ready(using(1))).await.unwrap();
-        let gone = ready(Err(PodError::NoContainer("a".parse().unwrap())));
-        assert_eq!(readings.clone().read(of("a"), unknown, gone).await.unwrap_err().code(), Code::NotFound);
+        readings.clone().read(id("a"), unknown, ready(using(1))).await.unwrap();
+        let removed = ready(Err(PodError::NoContainer("a".parse().unwrap())));
+        assert_eq!(
+            readings.clone().read(id("a"), unknown, removed).await.unwrap_err().code(),
+            Code::NotFound
+        );
     }
 }

@@ -29,41 +29,41 @@ pub enum Request {
     /// Create a container, up to the point where its init waits.
     CreateContainer { new: NewContainer, request: SpanContext, reply: Reply<()> },
     /// Register an exec.
-    CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
+    CreateExec { id: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
     /// Start a container's init or an exec. `again`: whether an earlier worker may have done it.
     StartProcess {
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         again: bool,
         request: SpanContext,
         reply: Reply<()>,
     },
     /// Return a process's state.
-    Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
+    Process { id: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all processes of a container.
-    Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
+    Signal { id: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
     /// Remove a container or an exec that is not running. Returns its exit.
-    Delete { of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
+    Delete { id: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
     /// Close a process's stdin: nothing more will be written to the FIFO.
-    CloseStdin { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
+    CloseStdin { id: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
     /// Set the size of a process's terminal.
-    Resize { of: ContainerId, exec: Option<ExecId>, columns: u32, rows: u32, reply: Reply<()> },
+    Resize { id: ContainerId, exec: Option<ExecId>, columns: u32, rows: u32, reply: Reply<()> },
     /// Pause or resume a container.
-    SetPaused { of: ContainerId, paused: bool, reply: Reply<()> },
+    SetPaused { id: ContainerId, paused: bool, reply: Reply<()> },
     /// Change a container's limits (OCI `linux.resources`, JSON).
-    Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
+    Update { id: ContainerId, resources: Vec<u8>, reply: Reply<()> },
     /// Change the limits of all containers together.
     UpdatePod { limits: Limits, reply: Reply<()> },
     /// Return the guest PIDs of a container.
-    Pids { of: ContainerId, reply: Reply<Vec<u32>> },
+    Pids { id: ContainerId, reply: Reply<Vec<u32>> },
     /// Return the statistics of a container, or of the guest.
-    Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
+    Stats { container: Option<ContainerId>, reply: Reply<StatsResponse> },
     /// Compare the guest's clock with the host's.
     SyncClock { reply: Reply<bool> },
     /// Move the pod's VM to a NUMA node.
     Move { node: u32, reply: Reply<Moved> },
-    /// Save the pod, which goes on, under this name.
-    Checkpoint { name: String, reply: Reply<Box<Manifest>> },
+    /// Save the pod under this name. It goes on, or stops if that is asked for.
+    Checkpoint { name: String, stop: bool, reply: Reply<Box<Manifest>> },
     /// Return everything about the pod.
     Inspect { reply: Reply<PodView> },
 }

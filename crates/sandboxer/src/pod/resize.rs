@@ -120,25 +120,25 @@ impl Change {
 
     /// Changes the limits of one container, OCI's `linux.resources`. Returns after the guest has them; the caller must
     /// then call [`Change::end`].
-    pub async fn of_container(&mut self, of: &ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
+    pub async fn of_container(&mut self, id: &ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
         // Now, not when the change was requested: an earlier one may have lasted.
         let all = self.resizer.containers().clone();
-        let asked = ContainerLimits::of_json(&resources);
-        let changed = |container: &ContainerId, limits: &SharedLimits| match container == of {
-            true => asked.or(limits.get()),
+        let requested = ContainerLimits::of_json(&resources);
+        let changed = |container: &ContainerId, limits: &SharedLimits| match container == id {
+            true => requested.or(limits.get()),
             false => limits.get(),
         };
         let sums = Sums {
-            before: Sum::of(all.values().map(|limits| limits.get())),
-            after: Sum::of(all.iter().map(|(container, limits)| changed(container, limits))),
+            before: Sum::from_limits(all.values().map(|limits| limits.get())),
+            after: Sum::from_limits(all.iter().map(|(container, limits)| changed(container, limits))),
         };
         let before = self.grow(sums.after.amounts.max(Amounts::of_pod(&self.limits))).await?;
-        if let Err(error) = self.limit_container(of, resources, sums).await {
+        if let Err(error) = self.limit_container(id, resources, sums).await {
             self.undo(before).await;
             return Err(error);
         }
-        if let Some(limits) = all.get(of) {
-            limits.set(changed(of, limits));
+        if let Some(limits) = all.get(id) {
+            limits.set(changed(id, limits));
         }
         self.changes_a_container = true;
         Ok(())
@@ -148,7 +148,7 @@ impl Change {
     /// containerd before 2.3 does not pass it on.
     async fn limit_container(
         &mut self,
-        of: &ContainerId,
+        id: &ContainerId,
         resources: Vec<u8>,
         sums: Sums,
     ) -> Result<(), PodError> {
@@ -156,7 +156,7 @@ impl Change {
         if let Some(higher) = sums.followed_by(&before, |sum, all| sum > all) {
             self.set(higher).await?;
         }
-        if let Err(error) = self.live.agent.update_container(of, resources).await {
+        if let Err(error) = self.live.agent.update_container(id, resources).await {
             if *self.limits != before
                 && let Err(error) = self.set(before).await
             {
@@ -183,7 +183,7 @@ impl Change {
         // All current containers: one may have been created meanwhile.
         let all =
             if self.changes_a_container { self.resizer.containers().clone() } else { HashMap::default() };
-        let Sum { amounts, all_memory, all_cpu } = Sum::of(all.values().map(|limits| limits.get()));
+        let Sum { amounts, all_memory, all_cpu } = Sum::from_limits(all.values().map(|limits| limits.get()));
         let needed = amounts.max(Amounts::of_pod(&self.limits));
         // A container without a limit may need all that there is.
         if all_memory && needed.memory_bytes > 0 {

@@ -1,6 +1,10 @@
 //! The specification of a pod, independent of wire formats.
 
-use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    path::{Path, PathBuf},
+};
 
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_host::network::NetLimits;
@@ -13,6 +17,14 @@ use sandboxer_vmm::DiskLimits;
 use serde::{Deserialize, Serialize};
 
 use crate::template::Shape;
+
+/// Name of the directory of a bundle of CRI-O, `…/<id>/userdata`.
+const OF_CRI_O: &str = "userdata";
+
+/// Returns whether the bundle of a pod's sandbox container is CRI-O's: containerd's has the pod's id for a name.
+pub fn is_cri_os(bundle: &Path) -> bool {
+    bundle.ends_with(OF_CRI_O)
+}
 
 /// The requested pod, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,9 +84,15 @@ pub struct PodSpec {
     /// The VMM that the pod's runtime handler names; `None`: the configured one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmm: Option<VmmName>,
-    /// Name of the checkpoint, in the pod's namespace, from which the pod is restored.
+    /// Name of the checkpoint from which the pod is restored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restore_from: Option<Id>,
+    /// Namespace of that checkpoint; `None`: the pod's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore_namespace: Option<Id>,
+    /// Signal that the init of each restored container gets when it goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restore_signal: Option<u32>,
     /// Number of virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
@@ -171,6 +189,8 @@ impl PodSpec {
             misses_pool: false,
             vmm: None,
             restore_from: None,
+            restore_namespace: None,
+            restore_signal: None,
             vcpus,
             memory_mib,
             huge_pages: false,
@@ -180,6 +200,11 @@ impl PodSpec {
             disk_limits: DiskLimits::default(),
             net_limits: NetLimits::default(),
         }
+    }
+
+    /// Returns whether CRI-O has created the pod.
+    pub fn is_of_cri_o(&self) -> bool {
+        !self.alone && self.bundle.as_deref().is_some_and(is_cri_os)
     }
 
     /// Returns the shape of the pod's VM with this number of network interfaces.

@@ -144,9 +144,9 @@ mod tests {
             )
             .await,
         );
-        let kept: Vec<_> = stages.steps().iter().map(|s| (s.stage, s.outcome)).collect();
+        let recorded: Vec<_> = stages.steps().iter().map(|s| (s.stage, s.outcome)).collect();
         assert_eq!(
-            kept,
+            recorded,
             [
                 (Stage::Netns, Outcome::Ok),
                 (Stage::VmmSpawn, Outcome::Failed),

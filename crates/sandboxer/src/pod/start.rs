@@ -101,9 +101,14 @@ pub async fn start(
     }
     if let Some(name) = &spec.restore_from {
         // No other VM would do.
-        let vm = SourceVm::Checkpoint(Box::new(saved(node, spec, kind, name).await?));
-        let source = Source { vm, place: start.place.clone() };
-        return start.attempt(source, cancel).await;
+        let restored = async {
+            let vm = SourceVm::Checkpoint(Box::new(saved(node, spec, kind, name).await?));
+            let source = Source { vm, place: start.place.clone() };
+            start.attempt(source, cancel).await
+        };
+        let restored = restored.await;
+        node.checkpoints.counts.restores.add(restored.is_ok());
+        return restored;
     }
     let mut start_path = spec.start_path;
     loop {
@@ -137,10 +142,19 @@ pub async fn start(
 
 /// Returns the checkpoint from which the pod is restored, if it fits the pod and this host.
 async fn saved(node: &DaemonState, spec: &PodSpec, kind: Kind, name: &Id) -> Result<Restoring, PodError> {
-    let restoring = node.checkpoints.load(&spec.namespace, name.as_str()).await?;
-    let refused = |reason: String| {
-        checkpoint::refused(&spec.namespace, name.as_str(), Code::FailedPrecondition, reason)
-    };
+    let namespace = spec.restore_namespace.as_ref().map_or(spec.namespace.as_str(), Id::as_str);
+    let refused =
+        |reason: String| checkpoint::refused(namespace, name.as_str(), Code::FailedPrecondition, reason);
+    // Whether there is one is not told.
+    let share_from = &node.config.checkpoints.share_from;
+    if namespace != spec.namespace && !share_from.iter().any(|shared| shared == namespace) {
+        let reason = format!(
+            "pods of namespace {:?} may not be restored from it: checkpoints.share_from has no {namespace:?}",
+            spec.namespace
+        );
+        return Err(refused(reason));
+    }
+    let restoring = node.checkpoints.load(namespace, name.as_str()).await?;
     let manifest = &restoring.saved.manifest;
     if let Some(reason) = misfit(manifest, spec, kind.shape) {
         return Err(refused(reason));
@@ -294,9 +308,9 @@ impl<'a> Start<'a> {
 
     /// Waits for admission of a new VM, and moves the deadline by the time waited.
     async fn turn(&mut self) -> Result<Option<SemaphorePermit<'a>>, PodError> {
-        let asked = Instant::now();
+        let began = Instant::now();
         let place = self.node.admission.enter(Work::Vm).await;
-        self.deadline += asked.elapsed();
+        self.deadline += began.elapsed();
         Ok(place)
     }
 

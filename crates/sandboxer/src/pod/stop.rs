@@ -34,11 +34,11 @@ pub async fn stop(
     live: &RunningVm,
     shares: &Shares,
 ) -> Result<(), VmmError> {
-    let gone = async {
+    let exit = async {
         // The response races with the power-off. Only the VM's exit counts.
         tokio::join!(live.agent.power_off(), live.vm.exited());
     };
-    wait_for_data(node, &pod.id, gone, || live.vm.written()).await;
+    wait_for_data(node, &pod.id, exit, || live.vm.written()).await;
     pass(format_args!("the guest was asked to power off"));
     live.vm.kill().await?;
     pass(format_args!("the VM has ended"));
@@ -49,10 +49,14 @@ pub async fn stop(
 
 /// Stops a pod of an earlier daemon that was not adopted. Its guest is requested to power off if that daemon was
 /// stopping it. An earlier request may have done so, so this waits for its data in any case.
-pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
+pub async fn stop_unreached(
+    node: &DaemonState,
+    pod: &PodSpec,
+    unreached: &Unreached,
+) -> Result<(), VmmError> {
     let vmm = &unreached.vmm;
-    let gone = async {
-        let asked = async {
+    let exit = async {
+        let power_off = async {
             if unreached.record.status.state == PodState::Stopping {
                 unreached::power_off(node, &unreached.record).await;
             }
@@ -60,22 +64,22 @@ pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached)
         };
         tokio::select! {
             _ = vmm.ended() => {}
-            () = asked => {}
+            () = power_off => {}
         }
     };
-    wait_for_data(node, &pod.id, gone, || vmm.written()).await;
+    wait_for_data(node, &pod.id, exit, || vmm.written()).await;
     vmm.end().await?;
     unreached.end_shares().await;
     leave_now(node, pod).await;
     Ok(())
 }
 
-/// Waits until the VM is `gone`, as long as its VMM writes data: at most the configured limit, and only a moment after
+/// Waits for the `exit` of the VM, as long as its VMM writes data: at most the configured limit, and only a moment after
 /// it stops writing.
 async fn wait_for_data(
     node: &DaemonState,
     pod: &SandboxId,
-    gone: impl Future<Output = ()>,
+    exit: impl Future<Output = ()>,
     written: impl Fn() -> Option<Written>,
 ) {
     let (stalled, limit) = (STALLED.min(node.config.vm.agent_timeout), node.config.vm.stop_timeout);
@@ -99,14 +103,14 @@ async fn wait_for_data(
         }
     };
     tokio::select! {
-        () = gone => {}
+        () = exit => {}
         why = given_up => tracing::warn!(%pod, "killing the VMM of a guest that did not power off: {why}"),
     }
 }
 
 /// Removes the cgroup now, not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
 async fn leave_now(node: &DaemonState, pod: &PodSpec) {
-    if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
+    if let Some(cgroup) = node.cgroups.for_pod(&pod.cgroup_parent, &pod.id)
         && let Err(error) = cgroup::remove(&pod.id, &cgroup).await
     {
         tracing::warn!(pod = %pod.id, error = chain(&error), "cannot remove the control group before the pod is removed");
@@ -115,7 +119,7 @@ async fn leave_now(node: &DaemonState, pod: &PodSpec) {
 
 /// Releases the host resources of a pod without a VM.
 pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
-    if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
+    if let Some(cgroup) = node.cgroups.for_pod(&pod.cgroup_parent, &pod.id) {
         cgroup::remove(&pod.id, &cgroup).await?;
     }
     pass(format_args!("before a run directory is removed"));

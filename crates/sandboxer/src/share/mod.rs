@@ -50,7 +50,7 @@ pub struct Share {
 impl Share {
     /// Returns the share of the file or directory `found` at `source`, with `inode` as its device and inode. The same
     /// request for the same inode gives the same share.
-    pub fn of(
+    pub fn new(
         source: &Path,
         found: OwnedFd,
         inode: (u64, u64),
@@ -61,7 +61,7 @@ impl Share {
         let identity = format!("{device} {inode} {access:?} {follows_mounts} ");
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
         // A hash has a fixed length, which fits all shares.
-        identity = digest::of(&mut identity.as_slice())?.into_bytes();
+        identity = digest::sha256(&mut identity.as_slice())?.into_bytes();
         identity.truncate(16);
         let name = String::from_utf8_lossy(&identity).into_owned();
         Ok(Self { source: source.to_owned(), found: Arc::new(found), access, follows_mounts, name })
@@ -277,7 +277,7 @@ impl Shares {
 
     /// Adopts the server process of an earlier daemon: `earlier` names the process, if the run directory does not.
     /// `guest` is the pod's VM and agent, if the VM runs; `vmm` is its process.
-    pub async fn take_up(
+    pub async fn adopt(
         &self,
         earlier: Option<ShareRecord>,
         guest: Option<(&dyn Vm, &Agent)>,
@@ -334,7 +334,7 @@ mod tests {
         };
         let found = || std::fs::File::open(&path).unwrap().into();
         let share =
-            |access, follows| Share::of(&path, found(), inode(), access, follows).unwrap().guest_path();
+            |access, follows| Share::new(&path, found(), inode(), access, follows).unwrap().guest_path();
         assert_eq!(share(ReadWrite, false), share(ReadWrite, false));
         assert_ne!(share(ReadWrite, false), share(ReadOnly, false));
         assert_ne!(share(ReadWrite, false), share(ReadWrite, true));

@@ -121,11 +121,11 @@ impl Server {
 
     /// Passes a share to the process; `tree` is a mount of it.
     pub async fn attach(&self, share: &Share, tree: Tree) -> Result<(), AttachError> {
-        let gone = |source| AttachError::Target { action: "use", source };
-        let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
-        let (pidfd, name) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.name.clone());
+        let failed = |source| AttachError::Target { action: "use", source };
+        let process = self.process.as_ref().ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?;
+        let (pidfd, name) = (process.pidfd().try_clone_to_owned().map_err(failed)?, share.name.clone());
         let attached = tokio::task::spawn_blocking(move || put(pidfd.as_fd(), &name, &tree));
-        attached.await.map_err(|error| gone(io::Error::other(error)))?
+        attached.await.map_err(|error| failed(io::Error::other(error)))?
     }
 
     /// Ends the process and waits for its exit.

@@ -8,7 +8,7 @@ use super::TemplateKey;
 
 /// A template on disk: the properties that matter for the bounds.
 #[derive(Debug, Clone)]
-pub struct Kept {
+pub struct StoredTemplate {
     /// The name of the template.
     pub key: TemplateKey,
     /// Time of the template's last use.
@@ -21,12 +21,16 @@ pub struct Kept {
 
 /// Returns the templates to remove, the least recently used first, so that the rest keeps within `bounds`, together
 /// with a new one of `further` bytes if one is to be built. `None`: the templates that must stay leave no space.
-pub fn doomed(mut all: Vec<Kept>, further: Option<u64>, bounds: &TemplateConfig) -> Option<Vec<TemplateKey>> {
+pub fn doomed(
+    mut all: Vec<StoredTemplate>,
+    further: Option<u64>,
+    bounds: &TemplateConfig,
+) -> Option<Vec<TemplateKey>> {
     all.sort_by(|a, b| (a.used, &a.key).cmp(&(b.used, &b.key)));
     let mut count = all.len() + usize::from(further.is_some());
-    let mut bytes = all.iter().map(|kept| kept.bytes).chain(further).fold(0, u64::saturating_add);
+    let mut bytes = all.iter().map(|template| template.bytes).chain(further).fold(0, u64::saturating_add);
     let mut doomed = Vec::new();
-    let mut spare = all.into_iter().filter(|kept| !kept.spared);
+    let mut spare = all.into_iter().filter(|template| !template.spared);
     while count > bounds.most || bytes > bounds.most_bytes {
         let next = spare.next()?;
         count -= 1;
@@ -53,16 +57,20 @@ mod tests {
     }
 
     /// Returns templates in the order of use, the least recently used first.
-    fn kept(of: &[(u64, bool)]) -> Vec<Kept> {
+    fn stored(sizes: &[(u64, bool)]) -> Vec<StoredTemplate> {
         let at = |n: usize| SystemTime::UNIX_EPOCH + Duration::from_secs(n as u64);
-        let kept =
-            |(n, &(bytes, spared)): (usize, &(u64, bool))| Kept { key: key(n), used: at(n), bytes, spared };
-        of.iter().enumerate().map(kept).collect()
+        let template = |(n, &(bytes, spared)): (usize, &(u64, bool))| StoredTemplate {
+            key: key(n),
+            used: at(n),
+            bytes,
+            spared,
+        };
+        sizes.iter().enumerate().map(template).collect()
     }
 
     #[test]
     fn the_least_recently_used_go_and_those_in_use_stay() {
-        let all = kept(&[(10, false), (10, true), (10, false), (10, true)]);
+        let all = stored(&[(10, false), (10, true), (10, false), (10, true)]);
         assert_eq!(doomed(all.clone(), None, &bounds(4, 40)), Some(vec![]));
         assert_eq!(doomed(all.clone(), Some(0), &bounds(4, 40)), Some(vec![key(0)]));
         assert_eq!(doomed(all.clone(), None, &bounds(4, 25)), Some(vec![key(0), key(2)]));
@@ -76,18 +84,18 @@ mod tests {
             all in prop::collection::vec((0_u64..100, any::<bool>()), 0..8),
             further in prop::option::of(0_u64..100), most in 1_usize..8, most_bytes in 1_u64..400,
         ) {
-            let fits = |gone: &[TemplateKey]| {
-                let left: Vec<Kept> = kept(&all).into_iter().filter(|kept| !gone.contains(&kept.key)).collect();
+            let fits = |removed: &[TemplateKey]| {
+                let left: Vec<StoredTemplate> = stored(&all).into_iter().filter(|template| !removed.contains(&template.key)).collect();
                 left.len() + usize::from(further.is_some()) <= most
-                    && left.iter().map(|kept| kept.bytes).chain(further).sum::<u64>() <= most_bytes
+                    && left.iter().map(|template| template.bytes).chain(further).sum::<u64>() <= most_bytes
             };
             let spare: Vec<TemplateKey> =
-                kept(&all).into_iter().filter(|kept| !kept.spared).map(|kept| kept.key).collect();
-            match doomed(kept(&all), further, &bounds(most, most_bytes)) {
-                Some(gone) => {
-                    prop_assert!(fits(&gone));
-                    prop_assert!(spare.starts_with(&gone));
-                    prop_assert!(gone.split_last().is_none_or(|(_, fewer)| !fits(fewer)));
+                stored(&all).into_iter().filter(|template| !template.spared).map(|template| template.key).collect();
+            match doomed(stored(&all), further, &bounds(most, most_bytes)) {
+                Some(removed) => {
+                    prop_assert!(fits(&removed));
+                    prop_assert!(spare.starts_with(&removed));
+                    prop_assert!(removed.split_last().is_none_or(|(_, fewer)| !fits(fewer)));
                 }
                 None => prop_assert!(!fits(&spare)),
             }

@@ -114,8 +114,10 @@ impl Builder {
         let built = match frozen {
             Ok(()) if !is_current => Err(BuildError::Changed),
             Ok(()) => {
-                let kept = tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
-                kept.unwrap_or_else(|panic| Err(TemplateError::path("write", &dir)(io::Error::other(panic))))
+                let result =
+                    tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
+                result
+                    .unwrap_or_else(|panic| Err(TemplateError::path("write", &dir)(io::Error::other(panic))))
                     .map_err(BuildError::from)
             }
             Err(error) => Err(error),

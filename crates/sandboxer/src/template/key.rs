@@ -135,7 +135,7 @@ impl InputHasher {
             cpu: cpu(&fs::read_to_string(cpuinfo).map_err(|error| (cpuinfo.to_owned(), error))?),
             scratch: scratch
                 .as_ref()
-                .map(|of| ScratchInput { uuid: of.empty.uuid.clone(), limits: of.limits }),
+                .map(|disks| ScratchInput { uuid: disks.empty.uuid.clone(), limits: disks.limits }),
             vmm: of_vmm,
         };
         if let Some(ScratchDisks { empty, .. }) = scratch {
@@ -155,7 +155,7 @@ impl InputHasher {
         {
             return Ok((stamp, hash.clone()));
         }
-        let hash = digest::of(&mut file).map_err(failed)?;
+        let hash = digest::sha256(&mut file).map_err(failed)?;
         hashes().insert(path.to_owned(), (stamp, hash.clone()));
         Ok((stamp, hash))
     }

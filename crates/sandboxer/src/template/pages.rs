@@ -9,7 +9,7 @@ use sandboxer_base::digest::hex;
 use sandboxer_process::huge_pages::{HUGE_PAGE, collapse};
 
 /// Page size, bytes.
-const PAGE: usize = 4096;
+pub const PAGE: usize = 4096;
 /// Minimum number of non-empty pages for which a huge page is used, so that it takes at most a third more memory.
 const MOSTLY: usize = 384;
 /// Number of bytes read at once.
@@ -51,7 +51,8 @@ pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
     Ok((copy, checksum))
 }
 
-fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::Result<Checksum> {
+/// Calls `each` for each non-empty page, with its offset. Returns the file's checksum.
+pub fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::Result<Checksum> {
     let bytes = file.metadata()?.len();
     let (mut hash, mut stored, mut chunk) = (Sha256::new(), 0, vec![0; CHUNK]);
     let mut at = 0;

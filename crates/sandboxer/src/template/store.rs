@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Kind, Missing, Preparation, ScratchDisks, Shape, Template, TemplateError, TemplateKey,
-    bounds::{self, Kept},
+    bounds::{self, StoredTemplate},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
     key::{InputDigest, InputHasher, Inputs},
@@ -172,17 +172,17 @@ impl Templates {
             Some(template) => (template, false),
             None => (self.build(kind, &survey).await?, true),
         };
-        let (dir, kept) = (self.builder.root.join(&key), key.clone());
+        let (dir, keep) = (self.builder.root.join(&key), key.clone());
         let (fits, bytes) = self
             .blocking(move |all| {
-                let bounded = all.keep_within_bounds(Some(&kept));
+                let bounded = all.keep_within_bounds(Some(&keep));
                 Ok((bounded.map_err(TemplateError::path("remove other templates than", &dir))?, taken(&dir)))
             })
             .await?;
         self.slots().entry(kind).or_default().bytes = bytes;
         if !fits {
             self.discard(key).await?;
-            return Err(self.no_room(kind.shape));
+            return Err(self.no_space(kind.shape));
         }
         Ok(Prepared { template, survey, made })
     }
@@ -221,12 +221,12 @@ impl Templates {
     ) -> Result<Arc<Template>, BuildError> {
         // The template will need as much space as the last time.
         let bytes = self.slots().entry(kind).or_default().bytes;
-        let room = self.blocking(move |all| {
-            let kept = all.kept(None).map_err(TemplateError::path("list", &all.builder.root))?;
-            Ok(bounds::doomed(kept, Some(bytes), &all.bounds).is_some())
+        let fits = self.blocking(move |all| {
+            let stored = all.stored(None).map_err(TemplateError::path("list", &all.builder.root))?;
+            Ok(bounds::doomed(stored, Some(bytes), &all.bounds).is_some())
         });
-        if !room.await? {
-            return Err(self.no_room(kind.shape));
+        if !fits.await? {
+            return Err(self.no_space(kind.shape));
         }
         let began = Instant::now();
         self.builder.build(self.vmm(kind), survey).await?;
@@ -237,7 +237,7 @@ impl Templates {
         Ok(template)
     }
 
-    fn no_room(&self, shape: Shape) -> BuildError {
+    fn no_space(&self, shape: Shape) -> BuildError {
         let TemplateConfig { most, most_bytes, .. } = self.bounds;
         BuildError::NoRoom { shape, spared: SPARED, most, most_mib: most_bytes >> 20 }
     }
@@ -312,7 +312,7 @@ impl Templates {
     /// Removes the least recently used templates until the rest keeps within the bounds. Never removes `keep` or a
     /// template that was used just now. Returns `false` if these do not fit.
     fn keep_within_bounds(&self, keep: Option<&TemplateKey>) -> io::Result<bool> {
-        let Some(doomed) = bounds::doomed(self.kept(keep)?, None, &self.bounds) else { return Ok(false) };
+        let Some(doomed) = bounds::doomed(self.stored(keep)?, None, &self.bounds) else { return Ok(false) };
         for key in doomed {
             tracing::info!(%key, "removing the least recently used template");
             self.remove(&key)?;
@@ -321,7 +321,7 @@ impl Templates {
     }
 
     /// Lists the templates on disk, whatever their content.
-    fn kept(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<Kept>> {
+    fn stored(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<StoredTemplate>> {
         let spared: Vec<TemplateKey> = self
             .slots()
             .values()
@@ -329,7 +329,7 @@ impl Templates {
             .filter(|ready| ready.used.elapsed() < SPARED)
             .map(|ready| ready.template.key.clone())
             .collect();
-        let mut kept = Vec::new();
+        let mut stored = Vec::new();
         for entry in fs::read_dir(&self.builder.root)? {
             let path = entry?.path();
             let Some(key) = path.file_name().and_then(|name| TemplateKey::parse(name.to_str()?)) else {
@@ -337,9 +337,9 @@ impl Templates {
             };
             let used = fs::metadata(&path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
             let spared = keep == Some(&key) || spared.contains(&key);
-            kept.push(Kept { used, bytes: taken(&path), spared, key });
+            stored.push(StoredTemplate { used, bytes: taken(&path), spared, key });
         }
-        Ok(kept)
+        Ok(stored)
     }
 
     /// Returns the template in use, if its inputs have not changed. Files are checked without the lock.

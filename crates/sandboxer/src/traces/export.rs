@@ -87,8 +87,8 @@ impl Exporter {
         let waits = async {
             self.queue.recv_many(&mut batch, BATCH).await;
             let more = async {
-                while let room @ 1.. = BATCH - batch.len()
-                    && self.queue.recv_many(&mut batch, room).await > 0
+                while let free @ 1.. = BATCH - batch.len()
+                    && self.queue.recv_many(&mut batch, free).await > 0
                 {}
             };
             let _ = tokio::time::timeout(GATHERED_WITHIN, more).await;

@@ -41,7 +41,7 @@ pub enum Fault {
 
 impl Behaviour {
     /// Returns a refusal in the version's format.
-    pub fn of(version: &str) -> Self {
+    pub fn for_version(version: &str) -> Self {
         Self { version: version.into(), faults: BTreeMap::new(), statuses: BTreeMap::new(), renamed: None }
     }
 
@@ -55,8 +55,8 @@ impl Behaviour {
         self
     }
 
-    pub fn with_renamed(mut self, of: &str, field: &str, to: &str) -> Self {
-        self.renamed = Some((of.into(), field.into(), to.into()));
+    pub fn with_renamed(mut self, kind: &str, field: &str, to: &str) -> Self {
+        self.renamed = Some((kind.into(), field.into(), to.into()));
         self
     }
 
@@ -73,7 +73,7 @@ impl Behaviour {
     pub fn load(dir: &Path) -> Self {
         match fs::read(dir.join(FILE)) {
             Ok(text) => serde_json::from_slice(&text).unwrap(),
-            Err(_) => Self::of("v53.0"),
+            Err(_) => Self::for_version("v53.0"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The API as it is published: its calls, their arguments and their answers.
 //!
 //! `description.json` holds the facts of the project's OpenAPI file as of v53, for the calls that the driver
-//! uses: `!` marks a required field, `[T]` is an array, `{T}` an object of any keys, `>=n` a minimum, an array of
+//! uses, and `net_fds` of `vm.restore`, which that file lacks: `!` marks a required field, `[T]` is an array, `{T}` an object of any keys, `>=n` a minimum, an array of
 //! words an enumeration.
 
 use std::collections::BTreeMap;
@@ -43,15 +43,15 @@ impl Description {
     }
 
     /// Renames a field of a type, for the tests of the suite.
-    pub fn rename(&mut self, of: &str, field: &str, to: &str) {
-        let Some(Type::Object(fields)) = self.types.get_mut(of) else {
-            panic!("{of} is no described object")
+    pub fn rename(&mut self, kind: &str, field: &str, to: &str) {
+        let Some(Type::Object(fields)) = self.types.get_mut(kind) else {
+            panic!("{kind} is no described object")
         };
-        let (old, kind) = [field.to_owned(), format!("{field}!")]
+        let (old, field_kind) = [field.to_owned(), format!("{field}!")]
             .into_iter()
             .find_map(|name| fields.remove_entry(&name))
-            .unwrap_or_else(|| panic!("{of} has no field {field}"));
-        fields.insert(old.replacen(field, to, 1), kind);
+            .unwrap_or_else(|| panic!("{kind} has no field {field}"));
+        fields.insert(old.replacen(field, to, 1), field_kind);
     }
 
     /// Checks that `value` is of type `kind`; `Err` says where it is not. Fields that are not described, which the

@@ -11,7 +11,6 @@ use serde_json::Value;
 
 use super::{behaviour::Fault, vm::Vm};
 
-/// A request.
 pub struct Request {
     pub method: String,
     pub path: String,

@@ -13,6 +13,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::Write,
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc},
@@ -42,6 +43,8 @@ struct State {
     /// The disks that the guest was requested to release.
     leaving: BTreeSet<String>,
     disks: BTreeMap<String, Disk>,
+    /// What the guest remembers: the only content of its memory.
+    word: String,
     /// Threads that do nothing until they are dropped.
     vcpus: Vec<Vcpu>,
 }
@@ -63,8 +66,8 @@ type Refusal = (u16, String);
 impl Vm {
     pub fn new(behaviour: Behaviour, events: File, end: mpsc::Sender<ExitCode>) -> Arc<Self> {
         let mut description = Description::published();
-        if let Some((of, field, to)) = &behaviour.renamed {
-            description.rename(of, field, to);
+        if let Some((kind, field, to)) = &behaviour.renamed {
+            description.rename(kind, field, to);
         }
         let vm = Arc::new_cyclic(|me| Self {
             behaviour,
@@ -198,7 +201,7 @@ impl Vm {
             "vm.resize" => self.resize(body),
             "vm.resize-zone" => self.resize_zone(body),
             "vm.snapshot" => self.snapshot(body),
-            "vm.restore" => self.restore(body),
+            "vm.restore" => self.restore(body, passed),
             "vm.add-disk" => self.add_disk(body),
             "vm.add-net" => self.add_net(body, passed),
             "vm.remove-device" => self.remove(body),
@@ -262,13 +265,13 @@ impl Vm {
                 File::open(path).map_err(|error| (500, format!("Cannot open {file} {path}: {error}")))?;
             }
         }
-        self.run(&mut state, true, 0)?;
+        self.run(&mut state, true)?;
         self.tell("vm", "booted", Value::Null);
         Ok(Value::Null)
     }
 
     /// Starts the guest.
-    fn run(&self, state: &mut State, running: bool, connections: u64) -> Result<(), Refusal> {
+    fn run(&self, state: &mut State, running: bool) -> Result<(), Refusal> {
         for zone in zones(state.config.as_ref().unwrap()) {
             let Some(path) = zone["file"].as_str() else { continue };
             // Older versions open it for writing, whether they write or not.
@@ -285,8 +288,7 @@ impl Vm {
         }
         if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
             state.devices.insert("_vsock0".into());
-            guest::start(Path::new(socket), self.share(), connections)
-                .map_err(|error| (500, error.to_string()))?;
+            guest::start(Path::new(socket), self.share()).map_err(|error| (500, error.to_string()))?;
         }
         state.running = Some(running);
         run_vcpus(state);
@@ -330,7 +332,7 @@ impl Vm {
                 Some(true) => "Running",
                 Some(false) => "Paused",
             },
-            "memory_actual_size": memory(state.config.as_ref().unwrap()),
+            "memory_actual_size": memory_bytes(state.config.as_ref().unwrap()),
         });
         if state.running.is_some() {
             info["device_tree"] = Value::Object(nodes);
@@ -378,7 +380,15 @@ impl Vm {
 
     /// Returns the memory that the guest has, MiB.
     pub fn memory_mib(&self) -> u64 {
-        memory(self.lock().config.as_ref().unwrap()) >> 20
+        memory_bytes(self.lock().config.as_ref().unwrap()) >> 20
+    }
+
+    pub fn remember(&self, word: &str) {
+        self.lock().word = word.to_owned();
+    }
+
+    pub fn recall(&self) -> String {
+        self.lock().word.clone()
     }
 
     fn snapshot(&self, body: &Value) -> Result<Value, Refusal> {
@@ -387,43 +397,101 @@ impl Vm {
             return refused("Trying to snapshot while VM is running");
         }
         let dir = directory(&body["destination_url"])?;
-        let config = state.config.as_ref().unwrap();
+        let mut config = state.config.clone().unwrap();
         let in_files = |zone: &Value| zone["file"].is_string() && zone["shared"] == true;
-        let ranges = zones(config).is_empty() || !zones(config).iter().all(in_files);
-        let mut files = vec![
-            ("config.json", config.to_string()),
-            (
-                "state.json",
-                json!({ "memory_ranges": ranges, "connections": guest::connections() }).to_string(),
-            ),
-        ];
-        if ranges {
-            files.push(("memory-ranges", String::new()));
+        let in_ranges = zones(&config).is_empty() || !zones(&config).iter().all(in_files);
+        let (ranges, mappings) = layout(&config);
+        let of_memory = json!({
+            "memory_ranges": { "data": if in_ranges { ranges } else { Vec::new() } },
+            "guest_ram_mappings": mappings,
+        });
+        let of_memory = json!({ "snapshots": {}, "snapshot_data": { "state": of_memory.to_string() } });
+        let of_vm = json!({ "snapshots": { "memory-manager": of_memory }, "snapshot_data": null });
+        for nic in config.get_mut("net").and_then(Value::as_array_mut).into_iter().flatten() {
+            nic["fds"] = json!([77]);
         }
-        for (file, content) in files {
-            fs::write(dir.join(file), content).map_err(|error| (500, error.to_string()))?;
+        let create = |name: &str, content: &str| {
+            let file = File::options().write(true).create_new(true).open(dir.join(name));
+            file.and_then(|mut file| file.write_all(content.as_bytes()).map(|()| file))
+                .map_err(|error| (500, error.to_string()))
+        };
+        create("config.json", &config.to_string())?;
+        create("state.json", &of_vm.to_string())?;
+        if in_ranges {
+            let memory = create("memory-ranges", &format!("{}\n", state.word))?;
+            memory.set_len(memory_bytes(&config)).map_err(|error| (500, error.to_string()))?;
         }
         Ok(Value::Null)
     }
 
-    fn restore(&self, body: &Value) -> Result<Value, Refusal> {
+    fn restore(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
         let mut state = self.lock();
         if state.config.is_some() {
             return Err((404, "VM is already created".into()));
         }
         let dir = directory(&body["source_url"])?;
-        let read = |file| -> Result<Value, Refusal> {
-            let text = fs::read(dir.join(file)).map_err(|error| (500, error.to_string()))?;
-            serde_json::from_slice(&text).map_err(|error| (500, error.to_string()))
+        let parse = |text: &[u8]| -> Result<Value, Refusal> {
+            serde_json::from_slice(text).map_err(|error| (500, error.to_string()))
         };
-        let (config, frozen) = (read("config.json")?, read("state.json")?);
-        if frozen["memory_ranges"] == true {
+        let read = |file| parse(&fs::read(dir.join(file)).map_err(|error| (500, error.to_string()))?);
+        let (mut config, frozen) = (read("config.json")?, read("state.json")?);
+        let of_memory = &frozen["snapshots"]["memory-manager"]["snapshot_data"]["state"];
+        let of_memory = parse(of_memory.as_str().unwrap_or_default().as_bytes())?;
+        if of_memory["memory_ranges"]["data"] != json!([]) {
             File::open(dir.join("memory-ranges")).map_err(|error| (500, error.to_string()))?;
         }
+        let nics = config.get_mut("net").and_then(Value::as_array_mut);
+        let nics: Vec<_> =
+            nics.into_iter().flatten().map(|nic| (nic["id"].clone(), nic["fds"].take())).collect();
+        let given = body["net_fds"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let fits = |((id, fds), given): (&(Value, Value), &Value)| {
+            *id == given["id"] && given["num_fds"] == fds.as_array().map_or(0, Vec::len)
+        };
+        if given.len() != nics.len() || passed != nics.len() || !nics.iter().zip(given).all(fits) {
+            return refused("The snapshot has other network cards");
+        }
+        for nic in config.get_mut("net").and_then(Value::as_array_mut).into_iter().flatten() {
+            nic.as_object_mut().unwrap().remove("fds");
+        }
+        let mappings = of_memory["guest_ram_mappings"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let of_zones = zones(&config);
+        if mappings.iter().any(|mapping| of_zones.iter().all(|zone| zone["id"] != mapping["zone_id"])) {
+            return refused("Memory of an unknown zone");
+        }
+        if let Some(path) = of_zones.first().and_then(|zone| zone["file"].as_str()) {
+            let file = File::open(path).map_err(|error| (500, error.to_string()))?;
+            let at = mappings.first().and_then(|mapping| mapping["file_offset"].as_u64()).unwrap_or_default();
+            let mut start = [0; 64];
+            let read = file.read_at(&mut start, at).map_err(|error| (500, error.to_string()))?;
+            let line = start[..read].split(|&byte| byte == b'\n' || byte == 0).next().unwrap_or_default();
+            state.word = String::from_utf8_lossy(line).into_owned();
+        }
         state.config = Some(config);
-        self.run(&mut state, false, frozen["connections"].as_u64().unwrap_or_default())?;
+        self.run(&mut state, false)?;
         Ok(Value::Null)
     }
+}
+
+/// Returns the parts of a VM's memory as the VMM writes them, and where they are.
+fn layout(config: &Value) -> (Vec<Value>, Vec<Value>) {
+    let (mut ranges, mut mappings) = (Vec::new(), Vec::new());
+    let of_memory = json!([{ "id": "mem0", "size": config["memory"]["size"] }]);
+    let zones = match zones(config) {
+        [] => of_memory.as_array().unwrap(),
+        zones => zones,
+    };
+    for zone in zones {
+        let mapping = |gpa: u64, size: &Value, virtio_mem: bool| json!({ "slot": 0, "gpa": gpa, "size": size, "zone_id": zone["id"], "virtio_mem": virtio_mem, "file_offset": 0 });
+        if zone["hotplug_size"].is_u64() {
+            mappings.push(mapping(1 << 40, &zone["hotplug_size"], true));
+        }
+        if let Some(plugged @ 1..) = zone["hotplugged_size"].as_u64() {
+            ranges.push(json!({ "gpa": 1_u64 << 40, "length": plugged }));
+        }
+        mappings.insert(0, mapping(0, &zone["size"], false));
+        ranges.push(json!({ "gpa": 0, "length": zone["size"] }));
+    }
+    (ranges, mappings)
 }
 
 fn refused<T>(why: &str) -> Result<T, Refusal> {
@@ -431,8 +499,8 @@ fn refused<T>(why: &str) -> Result<T, Refusal> {
 }
 
 /// Returns the memory that a guest has, bytes.
-fn memory(config: &Value) -> u64 {
-    let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap_or_default();
+fn memory_bytes(config: &Value) -> u64 {
+    let bytes = |object: &Value, name: &str| object[name].as_u64().unwrap_or_default();
     let zones = zones(config).iter().map(|zone| bytes(zone, "size") + bytes(zone, "hotplugged_size"));
     bytes(&config["memory"], "size") + zones.sum::<u64>()
 }
@@ -460,8 +528,8 @@ fn directory(url: &Value) -> Result<PathBuf, Refusal> {
 /// Returns `answer`, with its outermost field renamed as in this double.
 fn renamed(behaviour: &Behaviour, kind: &str, answer: &Value) -> Value {
     let mut answer = answer.clone();
-    if let Some((of, field, to)) = &behaviour.renamed
-        && of == kind
+    if let Some((renamed_kind, field, to)) = &behaviour.renamed
+        && renamed_kind == kind
         && let Some(value) = answer.as_object_mut().and_then(|fields| fields.remove(field))
     {
         answer[to] = value;

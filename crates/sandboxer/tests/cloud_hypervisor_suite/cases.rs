@@ -1,12 +1,12 @@
 //! The cases for any Cloud Hypervisor, the double or the real one, in addition to those of all VMMs. No guest has to
 //! boot.
 
-use std::{fs, os::unix::fs::PermissionsExt, path::Path};
+use std::{fs, os::unix::fs::PermissionsExt, path::Path, sync::Arc};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer_vmm::{
-    VmSpec, Vmm, VmmError,
+    Destination, VmSpec, Vmm, VmmError,
     cloud_hypervisor::wire::{Disk, ImageType, Net, PciDevice, Resize, VmState},
 };
 
@@ -14,7 +14,7 @@ use super::{CloudHypervisor, api, refusal, tap};
 use crate::{
     double::behaviour::Behaviour,
     listed,
-    test_guest::{Pod, vm_config},
+    test_guest::{Pod, contract::sealed, vm_config},
     vmm_suite::{Case, LONG, Outcome, Running, Subject, cases::cases as common, on_real, trial},
 };
 
@@ -27,6 +27,7 @@ pub fn cases() -> impl Iterator<Item = Case<CloudHypervisor>> {
         a_network_card_is_added_by_its_open_tap,
         the_cpus_stand_still_and_run_again,
         a_snapshot_is_restored,
+        a_copy_of_a_saved_vm_has_the_network_cards_of_its_pod,
         cpus_are_added_up_to_the_most,
         the_vmm_ends_when_told_to,
         a_vmm_without_its_socket_is_told_from_a_dead_one,
@@ -36,7 +37,7 @@ pub fn cases() -> impl Iterator<Item = Case<CloudHypervisor>> {
 
 /// Returns a trial for each case on each subject.
 pub fn trials() -> Vec<Trial> {
-    let double = |version| CloudHypervisor::Double(Behaviour::of(version));
+    let double = |version| CloudHypervisor::Double(Behaviour::for_version(version));
     let mut trials = Vec::new();
     for (group, subject) in [("double_v53", double("v53.0")), ("double_v52", double("v52.0"))] {
         trials.extend(cases().map(|case| trial(group, &subject, case)));
@@ -46,7 +47,7 @@ pub fn trials() -> Vec<Trial> {
 }
 
 async fn version_and_process_are_told(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (info, ping) = (running.vmm.info(), api(running.vm.as_ref()).ping().await?);
     ensure!(info.name == "cloud-hypervisor" && info.accelerator == "kvm", "{info:?}");
     // A custom build reports `v53.0-dirty` as a program, and `53.0.0` as a process.
@@ -57,7 +58,7 @@ async fn version_and_process_are_told(subject: CloudHypervisor) -> Result<()> {
 }
 
 async fn a_vm_is_made_booted_ended_and_forgotten(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (api, description) = (api(running.vm.as_ref()), running.vmm.description(&running.spec));
     let info = api.info().await?;
     ensure!(info.state == VmState::Running, "{info:?}");
@@ -82,7 +83,7 @@ async fn a_vm_is_made_booted_ended_and_forgotten(subject: CloudHypervisor) -> Re
 }
 
 async fn disks_are_refused_and_removed(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (api, vm) = (api(running.vm.as_ref()), &running.vm);
     vm.attach_disk(&running.pod.read_only_disk("a")).await?;
     let path = Path::new("/run/missing").to_owned();
@@ -111,7 +112,7 @@ async fn a_network_card_is_added_by_its_open_tap(subject: CloudHypervisor) -> Re
         Ok(tap) => tap,
         Err(error) => return Ok(Outcome::Skipped(format!("no tap can be made here: {error}"))),
     };
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let net = Net { id: "net-a".into(), mac: "02:00:00:00:00:01".into(), num_queues: 2 };
     let api = api(running.vm.as_ref());
     let added = api.add_net(&net, vec![tap]).await?;
@@ -123,7 +124,7 @@ async fn a_network_card_is_added_by_its_open_tap(subject: CloudHypervisor) -> Re
 }
 
 async fn the_cpus_stand_still_and_run_again(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let api = api(running.vm.as_ref());
     api.pause().await?;
     ensure!(api.info().await?.state == VmState::Paused);
@@ -146,7 +147,7 @@ async fn a_snapshot_is_restored(subject: CloudHypervisor) -> Result<()> {
     fs::create_dir(&written)?;
     fs::set_permissions(&written, fs::Permissions::from_mode(0o777))?;
     refusal(api.snapshot(dir).await).context("it still runs")?;
-    refusal(api.restore(dir).await).context("there is a VM already")?;
+    refusal(api.restore(dir, Vec::new()).await).context("there is a VM already")?;
     api.pause().await?;
     refusal(api.snapshot(Path::new("/nonexistent")).await)?;
     api.snapshot(dir).await?;
@@ -154,15 +155,41 @@ async fn a_snapshot_is_restored(subject: CloudHypervisor) -> Result<()> {
         ensure!(written.join(file).exists(), "a snapshot without {file}");
     }
     api.delete().await?;
-    api.restore(dir).await?;
+    api.restore(dir, Vec::new()).await?;
     ensure!(api.info().await?.state == VmState::Paused);
     api.resume().await?;
     ensure!(api.info().await?.state == VmState::Running);
     running.end().await
 }
 
+async fn a_copy_of_a_saved_vm_has_the_network_cards_of_its_pod(subject: CloudHypervisor) -> Result<Outcome> {
+    let tap = || tap::open().map(Arc::new);
+    let first = match tap() {
+        Ok(tap) => tap,
+        Err(error) => return Ok(Outcome::Skipped(format!("no tap can be made here: {error}"))),
+    };
+    let (pod, copy) = (Pod::new("saved"), Pod::new("copy"));
+    let with = |pod: &Pod, taps| VmSpec { nics: 1, taps, ..pod.halting_spec() };
+    let vmm = subject.vmm(&pod, vm_config()).await?;
+    let vm = vmm.boot(&with(&pod, vec![first])).await?;
+    let to = Destination { dir: pod.path("saved"), memory_mib: 128 };
+    fs::create_dir(&to.dir)?;
+    vm.checkpoint(&to, &[]).await?;
+    vm.kill().await?;
+    let frozen = sealed(to.dir);
+    let error =
+        vmm.restore(&with(&copy, Vec::new()), &frozen).await.err().context("restored without a tap")?;
+    ensure!(error.to_string().contains("it has 1 network interfaces, and the pod 0"), "{error}");
+    let vm = vmm.restore(&with(&copy, vec![tap()?]), &frozen).await?;
+    let devices = api(vm.as_ref()).info().await?.device_tree.unwrap_or_default();
+    ensure!(!subject.is_real() || devices.contains_key("nic0"), "{:?}", devices.keys());
+    vm.resume().await?;
+    vm.kill().await?;
+    Ok(Outcome::Done)
+}
+
 async fn cpus_are_added_up_to_the_most(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let api = api(running.vm.as_ref());
     let cpus = |count| Resize { desired_vcpus: Some(count), ..Resize::default() };
     api.resize(&cpus(1)).await?;
@@ -171,7 +198,7 @@ async fn cpus_are_added_up_to_the_most(subject: CloudHypervisor) -> Result<()> {
 }
 
 async fn the_vmm_ends_when_told_to(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     api(running.vm.as_ref()).shutdown_vmm().await?;
     let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("the VMM lives on")?;
     ensure!(exit.how == "exited with status 0", "{exit:?}");
@@ -179,7 +206,7 @@ async fn the_vmm_ends_when_told_to(subject: CloudHypervisor) -> Result<()> {
 }
 
 async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let socket = running.spec.run_dir.join("control.sock");
     fs::remove_file(&socket)?;
     let error = running.vm.detach_disk("any").await.err().context("asked without a socket")?;

@@ -30,17 +30,17 @@ pub fn trials() -> Vec<Trial> {
         an_endless_answer_is_cut,
     ];
     // Each case chooses its double itself.
-    let any = CloudHypervisor::Double(Behaviour::of("v53.0"));
+    let any = CloudHypervisor::Double(Behaviour::for_version("v53.0"));
     cases.into_iter().map(|case| trial("faults", &any, case)).collect()
 }
 
 fn double(call: &str, fault: Fault) -> CloudHypervisor {
-    CloudHypervisor::Double(Behaviour::of("v53.0").with_fault(call, fault))
+    CloudHypervisor::Double(Behaviour::for_version("v53.0").with_fault(call, fault))
 }
 
 async fn a_guest_that_resets_itself_is_ended(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
-    Guest::of(running.vm.as_ref()).await.tell("panic").await;
+    let running = Running::start(&subject).await?;
+    Guest::connect(running.vm.as_ref()).await.tell("panic").await;
     let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("it was booted again")?;
     ensure!(exit.how == "was killed after its guest reset itself", "{exit:?}");
     ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
@@ -48,14 +48,14 @@ async fn a_guest_that_resets_itself_is_ended(subject: CloudHypervisor) -> Result
 }
 
 async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
     let other = sandboxer_vmm::detect(&config).await?;
     ensure!(other.info().name == "qemu");
     let record = running.vm.record();
     let vm = other.adopt(&record).await?.context("the VM runs")?;
     vm.attach_disk(&running.pod.disk("late")).await?;
-    let mut guest = Guest::of(vm.as_ref()).await;
+    let mut guest = Guest::connect(vm.as_ref()).await;
     ensure!(guest.ask("await late").await == "disk late ro=0 starts with late");
     running.end().await
 }
@@ -124,7 +124,7 @@ async fn failing_boot(subject: CloudHypervisor, config: VmConfig) -> Result<VmmE
 
 async fn a_vmm_that_dies_over_a_disk_is_one_error(_: CloudHypervisor) -> Result<()> {
     let fault = Fault::Exits(101, "thread 'vmm' panicked".into());
-    let running = Running::of(&double("vm.add-disk", fault)).await?;
+    let running = Running::start(&double("vm.add-disk", fault)).await?;
     let error = attach(&running).await?;
     ensure!(
         matches!(&error, VmmError::Died { call, how, last_lines, .. }
@@ -146,7 +146,7 @@ async fn rubbish_is_told_from_a_refusal(_: CloudHypervisor) -> Result<()> {
         Fault::Body("[]".into()),
         Fault::Closes,
     ] {
-        let running = Running::of(&double("vm.add-disk", fault.clone())).await?;
+        let running = Running::start(&double("vm.add-disk", fault.clone())).await?;
         let error = attach(&running).await?;
         ensure!(
             matches!(&error, VmmError::Malformed { call, .. } if call.contains("as disk late")),
@@ -159,7 +159,7 @@ async fn rubbish_is_told_from_a_refusal(_: CloudHypervisor) -> Result<()> {
 
 async fn an_answer_that_never_comes_holds_up_nobody_else(_: CloudHypervisor) -> Result<()> {
     let config = VmConfig { call_timeout: Duration::from_secs(3), ..vm_config() };
-    let running = Running::with(&double("vm.add-disk", Fault::Silent), config).await?;
+    let running = Running::start_with(&double("vm.add-disk", Fault::Silent), config).await?;
     let api = api(running.vm.as_ref());
     let (error, info) = tokio::join!(attach(&running), api.info());
     info.context("another call was held up")?;
@@ -168,7 +168,7 @@ async fn an_answer_that_never_comes_holds_up_nobody_else(_: CloudHypervisor) -> 
 }
 
 async fn an_endless_answer_is_cut(_: CloudHypervisor) -> Result<()> {
-    let running = Running::of(&double("vm.add-disk", Fault::Huge(100 << 20))).await?;
+    let running = Running::start(&double("vm.add-disk", Fault::Huge(100 << 20))).await?;
     let error = attach(&running).await?;
     ensure!(
         matches!(&error, VmmError::Malformed { reason, .. } if reason.contains("longer than 1048576 bytes")),

@@ -32,7 +32,6 @@ use crate::{
 pub enum CloudHypervisor {
     /// A double with this behaviour.
     Double(Behaviour),
-    /// The real one.
     Real(PathBuf),
 }
 
@@ -44,6 +43,7 @@ impl Subject for CloudHypervisor {
     const TEMPLATE: &'static [&'static str] = &["config.json", MEMORY, "state.json"];
     const HAS_JAIL_DIR: bool = true;
     const HAS_HOTPLUG_MEMORY: bool = true;
+    const SAVES: bool = true;
     const HAS_HOTPLUG_VCPUS: bool = true;
     // The guest has to let go of it.
     const DETACHES_ALONE: bool = false;

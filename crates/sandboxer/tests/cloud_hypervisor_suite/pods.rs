@@ -1,28 +1,31 @@
 //! Guests that really boot, with the agent of the guest image, as only Cloud Hypervisor has them.
 
 use std::{
+    fs,
     io::{self, Read, Write},
-    os::unix::net::UnixListener,
-    sync::mpsc,
+    os::unix::{fs::MetadataExt, net::UnixListener},
+    sync::{Arc, mpsc},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer_guest::Agent;
 use sandboxer_protocol::{
+    agent::ConfigurePodRequest,
     link::LinkKey,
     share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
 };
-use sandboxer_vmm::{ShareTransport, Vm, VmSpec, Vmm};
+use sandboxer_vmm::{Destination, DiskSpec, MEMORY, ShareTransport, Vm, VmSpec, Vmm};
 
-use super::CloudHypervisor;
+use super::{CloudHypervisor, tap};
 use crate::{
     listed,
     test_guest::{
         Pod,
-        contract::{GROWTH_VCPUS, vcpus_follow},
+        contract::{GROWTH_VCPUS, sealed, vcpus_follow},
+        has_open,
         share_server::KEY,
     },
     vmm_suite::{Case, LONG, pods, pods::Guest},
@@ -33,6 +36,7 @@ pub fn trials() -> Vec<Trial> {
         a_disk_is_let_go_of,
         vcpus_come_and_go,
         a_copy_of_a_frozen_vm_answers_its_agent,
+        a_saved_vm_keeps_its_session_and_its_copies_answer,
         a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in,
     ];
     pods::trials(own)
@@ -48,7 +52,7 @@ fn is_virtual_time() -> bool {
 
 /// As a template is built and used.
 async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: CloudHypervisor) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let answers_at_once = async |_: &Agent, copy: &dyn Vm, pod: &Pod, took: Duration| {
         // A guest whose clock was set back answers only once it reaches its template's value. In virtual time a limit
         // counts instructions, so there is no other cause.
@@ -58,10 +62,49 @@ async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: CloudHypervisor) -> Re
     guest.copies_answer(answers_at_once).await
 }
 
+/// A VM that booted, and a copy, which is saved again. A session is open, as when a pod is saved.
+async fn a_saved_vm_keeps_its_session_and_its_copies_answer(subject: CloudHypervisor) -> Result<()> {
+    let guest = Guest::prepare(&subject).await?;
+    let first = guest.pod.disk("kept");
+    let tapped = |spec: VmSpec| anyhow::Ok(VmSpec { nics: 1, taps: vec![Arc::new(tap::open()?)], ..spec });
+    let mut vm = guest.vmm.boot(&tapped(guest.spec.clone())?).await?;
+    let mut agent = guest.greet(vm.as_ref()).await?;
+    agent.configure_pod(ConfigurePodRequest { hostname: "saved".into(), ..Default::default() }).await?;
+    vm.attach_disk(&first).await?;
+    let (mut pods, mut kept) = (Vec::new(), first);
+    for name in ["copy", "copy-of-copy"] {
+        let pod = Pod::new(name);
+        let to = Destination { dir: pod.path("saved"), memory_mib: guest.spec.memory_mib };
+        fs::create_dir(&to.dir)?;
+        let began = Instant::now();
+        vm.checkpoint(&to, &[kept.record()]).await?;
+        let written = began.elapsed();
+        vm.resume().await?;
+        let used = fs::metadata(to.dir.join(MEMORY))?.blocks() / 2048;
+        println!("saved within {written:?}: {used} MiB of {} MiB", guest.spec.memory_mib);
+        agent.stats(None).await.context("the session of the VM that was saved")?;
+        let frozen = sealed(to.dir);
+        kept = DiskSpec { serial: "kept".into(), ..pod.disk("own") };
+        let spec = VmSpec { run_dir: pod.path("run"), disks: vec![kept.clone()], ..guest.spec.clone() };
+        let copy = guest.vmm.restore(&tapped(spec)?, &frozen).await?;
+        ensure!(has_open(copy.record().pid, &kept)?, "{name} does not have a disk of its own");
+        copy.resume().await?;
+        let at_copy = guest.greet(copy.as_ref()).await.with_context(|| name.to_owned())?;
+        at_copy.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;
+        copy.attach_disk(&pod.disk("late")).await?;
+        agent.stats(None).await.context("the session of the VM that was saved, beside a copy")?;
+        vm.kill().await?;
+        (vm, agent) = (copy, at_copy);
+        vm.detach_disk("late").await?;
+        pods.push(pod);
+    }
+    Ok(vm.kill().await?)
+}
+
 async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     subject: CloudHypervisor,
 ) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     let listener = vm.listen_for_shares()?;
@@ -70,8 +113,8 @@ async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     ensure!(agent.mount_shares("", Some(&KEY)).await?, "the agent carries no requests");
     drop(agent);
     let serve = tokio::task::spawn_blocking(move || answer_one(&UnixListener::from(listener.socket)));
-    let asked = tokio::time::timeout(LONG, serve).await.context("the guest asks for nothing")???;
-    ensure!(asked == opcode::INIT, "the first request is of kind {asked}");
+    let opcode = tokio::time::timeout(LONG, serve).await.context("the guest asks for nothing")???;
+    ensure!(opcode == opcode::INIT, "the first request is of kind {opcode}");
     Ok(vm.kill().await?)
 }
 
@@ -99,7 +142,7 @@ fn answer_one(listener: &UnixListener) -> io::Result<u32> {
 }
 
 async fn a_disk_is_let_go_of(subject: CloudHypervisor) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     guest.greet(vm.as_ref()).await?;
     let disk = guest.pod.disk("late");
@@ -111,7 +154,7 @@ async fn a_disk_is_let_go_of(subject: CloudHypervisor) -> Result<()> {
 
 /// A guest that booted, and a copy, as the agent in them brings vCPUs online.
 async fn vcpus_come_and_go(subject: CloudHypervisor) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let spec = VmSpec { growth_vcpus: GROWTH_VCPUS, ..guest.spec.clone() };
     let brings_vcpus_online = async |vm: &dyn Vm| {
         let agent = guest.greet(vm).await?;

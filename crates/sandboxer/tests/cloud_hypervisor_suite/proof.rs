@@ -40,9 +40,9 @@ const STATUSES: [(&str, u16); 10] = [
 ];
 
 pub fn trials() -> Vec<Trial> {
-    let double = || Behaviour::of("v53.0");
-    let renamed = RENAMED.into_iter().map(|(of, field, to)| {
-        (format!("{of}.{field} is called {to}"), double().with_renamed(of, field, to))
+    let double = || Behaviour::for_version("v53.0");
+    let renamed = RENAMED.into_iter().map(|(kind, field, to)| {
+        (format!("{kind}.{field} is called {to}"), double().with_renamed(kind, field, to))
     });
     let statuses = STATUSES.into_iter().map(|(call, status)| {
         (format!("{call} is answered with {status}"), double().with_status(call, status))

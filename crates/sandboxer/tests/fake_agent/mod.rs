@@ -84,6 +84,10 @@ pub struct FakeAgent {
     pub roots: Arc<Mutex<Vec<wire::Rootfs>>>,
     /// Containers that were adopted, and the ids of the saved ones.
     pub adoptions: Arc<Mutex<Vec<(String, String)>>>,
+    /// Signals that adopted containers get when they go on.
+    pub restore_signals: Arc<Mutex<Vec<u32>>>,
+    /// Containers that were frozen at some time.
+    pub ever_frozen: Arc<Mutex<std::collections::BTreeSet<String>>>,
     /// Containers that are frozen.
     pub frozen: Arc<Mutex<std::collections::BTreeSet<String>>>,
     began: Began,
@@ -138,18 +142,18 @@ impl FakeAgent {
     }
 
     /// Sets a limit that its guest has the memory for.
-    fn limit(&self, of: String, bytes: i64) -> Result<()> {
+    fn limit(&self, group: String, bytes: i64) -> Result<()> {
         let mib = self.memory_mib.lock().unwrap().as_ref().map_or(0, |mib| *mib.borrow());
         match u64::try_from(bytes) {
             Ok(0) => {}
             Ok(bytes) if bytes > mib << 20 => return Err(status(Code::FAILED_PRECONDITION)),
-            limit => drop(self.limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
+            limit => drop(self.limits.lock().unwrap().insert(group, limit.unwrap_or(u64::MAX))),
         }
         Ok(())
     }
 
     /// Sets a limit that its guest uses CPUs for.
-    fn limit_cpu(&self, of: String, quota_us: i64, period_us: u64) -> Result<()> {
+    fn limit_cpu(&self, group: String, quota_us: i64, period_us: u64) -> Result<()> {
         let online = match self.online.load(Ordering::Relaxed) {
             0 => 1,
             online => online.min(self.has_vcpus()),
@@ -160,7 +164,7 @@ impl FakeAgent {
             Ok(micros) if micros > u64::from(online) * 1_000_000 => {
                 return Err(status(Code::FAILED_PRECONDITION));
             }
-            limit => drop(self.cpu_limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
+            limit => drop(self.cpu_limits.lock().unwrap().insert(group, limit.unwrap_or(u64::MAX))),
         }
         Ok(())
     }
@@ -338,8 +342,15 @@ impl Agent for FakeAgent {
         request: wire::AdoptContainerRequest,
     ) -> Result<wire::AdoptContainerResponse> {
         self.process(request.of.clone(), String::new())?;
-        self.adoptions.lock().unwrap().push((request.container_id.clone(), request.of));
-        self.add(request.container_id, String::new());
+        let mut adoptions = self.adoptions.lock().unwrap();
+        if adoptions.contains(&(request.of.clone(), request.container_id.clone())) {
+            // It gets its former id back.
+            self.processes.lock().unwrap().remove(&(request.of.clone(), String::new()));
+        } else {
+            self.add(request.container_id.clone(), String::new());
+        }
+        adoptions.push((request.container_id, request.of));
+        self.restore_signals.lock().unwrap().push(request.signal);
         Ok(wire::AdoptContainerResponse { pid: 7, ..Default::default() })
     }
 
@@ -492,6 +503,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::PauseContainerRequest,
     ) -> Result<wire::PauseContainerResponse> {
+        self.ever_frozen.lock().unwrap().insert(request.container_id.clone());
         self.frozen.lock().unwrap().insert(request.container_id);
         Ok(Default::default())
     }

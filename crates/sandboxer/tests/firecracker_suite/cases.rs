@@ -68,7 +68,7 @@ async fn an_unknown_version_is_refused_by_name(_: Firecracker) -> Result<()> {
 }
 
 async fn a_disk_too_many_is_refused_by_name_and_leaves_nothing(subject: Firecracker) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let vm = &running.vm;
     let disk = |number: usize| running.pod.read_only_disk(&format!("d{number}"));
     for number in 0..READ_ONLY {
@@ -86,7 +86,7 @@ async fn a_disk_too_many_is_refused_by_name_and_leaves_nothing(subject: Firecrac
 }
 
 async fn a_disk_without_content_is_refused(subject: Firecracker) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let disk = running.pod.disk("small");
     File::options().write(true).open(disk.file.name())?.set_len(512)?;
     let error = running.vm.attach_disk(&disk).await.err().context("attached")?.to_string();
@@ -130,7 +130,7 @@ async fn memory_that_no_guest_touched_is_not_in_a_template(subject: Firecracker)
 }
 
 async fn what_it_logs_while_no_daemon_reads_does_not_silence_it(subject: Firecracker) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (api, record) = (running.in_jail_dir("api.sock"), running.vm.record());
     let Running { vmm, vm, pod, .. } = running;
     drop(vm);

@@ -80,16 +80,19 @@ pub async fn the_jail_promises_what_firecrackers_jailer_does(subject: Firecracke
     cgroup.make().map_err(|(path, error)| error_at(&path, error))?;
     let spec = VmSpec { cgroup: Some(cgroup.clone()), ..pod.halting_spec() };
     let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
-    let seen = Seen::of(vm.record().pid, name);
+    let seen = Seen::read(vm.record().pid, name);
     vm.kill().await?;
     cgroup.remove().await.map_err(|(path, error)| error_at(&path, error))?;
     let seen = seen?;
     let broken = names(|is_held| !is_held(&seen));
     ensure!(broken.is_empty(), "not held: {broken:?}; seen: {:?}, {:?}", seen.confinement, seen.environment);
     // A process without a jail holds none of them, except that it may have been started in a session of its own.
-    let free = Seen::of(std::process::id(), seen.group)?;
-    let held = names(|is_held| is_held(&free));
-    ensure!(held.iter().all(|promise| promise.starts_with("--daemonize")), "without a jail: {held:?}");
+    let free = Seen::read(std::process::id(), seen.group)?;
+    let fulfilled = names(|is_held| is_held(&free));
+    ensure!(
+        fulfilled.iter().all(|promise| promise.starts_with("--daemonize")),
+        "without a jail: {fulfilled:?}"
+    );
     Ok(())
 }
 
@@ -103,7 +106,7 @@ fn error_at(path: &Path, error: std::io::Error) -> anyhow::Error {
 }
 
 impl Seen {
-    fn of(pid: u32, group: String) -> Result<Self> {
+    fn read(pid: u32, group: String) -> Result<Self> {
         let proc = Path::new("/proc").join(pid.to_string());
         let environment = fs::read_to_string(proc.join("environ"))?;
         let stat = fs::read_to_string(proc.join("stat"))?;
@@ -117,7 +120,7 @@ impl Seen {
             .collect::<Result<Vec<_>>>()?;
         devices.sort();
         Ok(Self {
-            confinement: Confinement::of(pid)?,
+            confinement: Confinement::read(pid)?,
             environment: environment.split_terminator('\0').map(str::to_owned).collect(),
             session,
             directories: directories.count(),
@@ -192,16 +195,16 @@ impl Jailed {
 
 /// Returns the libraries of a program; a static one has none.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
-    let told = String::from_utf8(Command::new("ldd").arg(program).output()?.stdout)?;
-    Ok(told.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
+    let output = String::from_utf8(Command::new("ldd").arg(program).output()?.stdout)?;
+    Ok(output.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
 }
 
 /// Compares, of the same program, what `sandboxer-cli inspect` shows.
 async fn the_jailer_confines_no_more(subject: Firecracker) -> Result<()> {
     let Firecracker::Real(program) = &subject else { anyhow::bail!("a double has no jailer") };
     let jailed = Jailed::start(program).await?;
-    let running = Running::of(&subject).await?;
-    let (ours, theirs) = (Confinement::of(running.vm.record().pid)?, Confinement::of(jailed.pid)?);
+    let running = Running::start(&subject).await?;
+    let (ours, theirs) = (Confinement::read(running.vm.record().pid)?, Confinement::read(jailed.pid)?);
     running.end().await?;
     jailed.end().await?;
     println!("ours: {ours:?}\nthe jailer's: {theirs:?}");

@@ -19,7 +19,6 @@ use crate::{double, test_guest::Pod, vmm_suite::Subject};
 pub enum Firecracker {
     /// A double of this version.
     Double(&'static str),
-    /// The real one.
     Real(PathBuf),
 }
 
@@ -31,6 +30,7 @@ impl Subject for Firecracker {
     const TEMPLATE: &'static [&'static str] = &[MEMORY, "state"];
     const HAS_JAIL_DIR: bool = true;
     const HAS_HOTPLUG_MEMORY: bool = true;
+    const SAVES: bool = false;
     const HAS_HOTPLUG_VCPUS: bool = false;
     const DETACHES_ALONE: bool = true;
 

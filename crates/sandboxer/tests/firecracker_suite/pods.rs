@@ -26,7 +26,7 @@ pub fn trials() -> Vec<Trial> {
 
 /// As a VM of the pool does.
 async fn a_guest_that_stood_still_answers_in_the_same_session(subject: Firecracker) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     for hostname in ["one", "two"] {
@@ -42,7 +42,7 @@ async fn a_guest_that_stood_still_answers_in_the_same_session(subject: Firecrack
 
 /// Also in a slot that another disk had before, of another size.
 async fn disks_are_found_by_their_serials(subject: Firecracker) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     let (small, large) = (ext4(&guest.pod, "small", 16)?, ext4(&guest.pod, "large", 48)?);
@@ -75,7 +75,7 @@ async fn prepare(agent: &Agent, serial: &str) -> Result<()> {
 
 /// As a template is built and used. A copy finds a disk that it gets later.
 async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Firecracker) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let finds_a_disk = async |agent: &Agent, copy: &dyn Vm, pod: &Pod, _: Duration| {
         copy.attach_disk(&ext4(pod, "late", 16)?).await?;
         prepare(agent, "late").await

@@ -131,9 +131,9 @@ pub fn serve(guest: FakeGuest, nature: Nature) {
     });
 }
 
-async fn flood(mut to: impl AsyncWrite + Unpin, with: &[u8]) -> io::Result<()> {
+async fn flood(mut to: impl AsyncWrite + Unpin, bytes: &[u8]) -> io::Result<()> {
     loop {
-        to.write_all(with).await?;
+        to.write_all(bytes).await?;
     }
 }
 
@@ -211,15 +211,15 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Pat
             (NeverAnswers, _) | (_, "WaitProcess") | (DeniesContainers, "DeleteContainer") => {}
             (_, "MountShares") => {
                 if nature.wants_a_share() {
-                    let asked = wire::MountSharesRequest::parse_from_bytes(&request.payload)?;
-                    asker::ask(shares.to_owned(), asked.key, nature);
+                    let request = wire::MountSharesRequest::parse_from_bytes(&request.payload)?;
+                    asker::ask(shares.to_owned(), request.key, nature);
                 }
                 let mounted = wire::MountSharesResponse { mounted: true, ..Default::default() };
                 to.write_all(&good(&mounted.write_to_bytes()?)).await?;
             }
             (_, "ReadOutput") => {
-                let asked = wire::ReadOutputRequest::parse_from_bytes(&request.payload)?;
-                if let Some(output) = output(nature, asked.offset) {
+                let request = wire::ReadOutputRequest::parse_from_bytes(&request.payload)?;
+                if let Some(output) = output(nature, request.offset) {
                     to.write_all(&good(&output.write_to_bytes()?)).await?;
                 }
             }

@@ -81,7 +81,6 @@ impl HungVolume {
         Ok(Self { path: path.to_owned(), shared, server: Some(server) })
     }
 
-    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -96,7 +96,7 @@ impl Host {
     }
 
     /// Asserts that exactly these are on disk.
-    pub fn kept(&self, keys: &[&TemplateKey]) {
+    pub fn assert_stored(&self, keys: &[&TemplateKey]) {
         let (mut left, mut expected) =
             (self.templates(), keys.iter().map(|key| self.template(key)).collect::<Vec<_>>());
         left.sort();
@@ -157,8 +157,9 @@ pub async fn try_started(node: &Arc<DaemonState>, id: &str) -> Result<(), PodErr
 
 pub fn spawned(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
     let spec = PodSpec { start_path, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
-    let of = node.clone();
-    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
+    let spawn = || {
+        pod::spawn(node.clone(), spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default())
+    };
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 

@@ -15,8 +15,8 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, FIRST_IMAGE, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, SPARE, Vcpus, Vm,
-    VmRecord, VmSpec, Vmm, VmmError, hotplug,
+    AgentStream, Destination, DiskRecord, DiskSpec, FIRST_IMAGE, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory,
+    MEMORY, SPARE, Vcpus, Vm, VmRecord, VmSpec, Vmm, VmmError, hotplug,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -40,7 +40,7 @@ pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     let tap = namespace::within(&network, || tap::open(c"tap")).unwrap();
     let is_there = || namespace::within(&network, || Ok::<_, std::io::Error>(if_nametoindex("tap")?)).is_ok();
     let vm = vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
-    look(Guest::of(&*vm).await).await;
+    look(Guest::connect(&*vm).await).await;
     assert!(is_there(), "nobody holds the tap");
     vm.kill().await.unwrap();
     assert!(!is_there(), "the tap outlived its VM");
@@ -51,7 +51,7 @@ pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let pod = Pod::new("contract");
     let (first, second) = (pod.disk("first"), pod.limited_disk("second"));
     let vm = vmm.boot(&spec(&pod)).await.expect("the VM boots");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
 
     disks_come_and_go(&*vm, &mut guest, &first, &second).await;
@@ -64,7 +64,7 @@ pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let record: VmRecord = serde_json::from_str(&stored).unwrap();
     let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
     assert_eq!(vm.record(), record);
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     vm.attach_disk(&second).await.expect("an adopted VM takes disks");
     assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
@@ -110,7 +110,7 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
     const ANSWER: &str = "0100000050000000000000000700000000000000";
     let pod = Pod::new("shares");
     let vm = vmm.boot(&spec(&pod)).await.expect("it boots");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     let _server = ShareServer::start(&pod, vm.listen_for_shares().expect("it listens for shares"));
     vm.connect_shares().await.expect("the guest gets its end");
@@ -118,7 +118,7 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
     let record = vm.record();
     drop((vm, guest));
     let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("ask-for-files").await, ANSWER, "the link ended with the daemon");
     // A daemon that does not know how far the last one came.
     vm.connect_shares().await.expect("it is begun anew");
@@ -131,7 +131,7 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
 
 async fn the_last_stream_wins(vm: &dyn Vm, guest: Guest) {
     let mut old = guest.into_stream();
-    let mut new = Guest::of(vm).await;
+    let mut new = Guest::connect(vm).await;
     assert_eq!(new.ask("hello").await, "hello host");
     assert!(is_dead(&mut *old).await, "two streams to one agent");
 }
@@ -141,9 +141,9 @@ async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
 }
 
-/// Inspects a VM's process from outside. Returns its user. `kvm`: it needs the device; `has_room`: it has a
+/// Inspects a VM's process from outside. Returns its user. `kvm`: it needs the device; `has_writable_dir`: it has a
 /// directory that it can write to.
-pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
+pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_writable_dir: bool) -> u32 {
     let proc = Path::new("/proc").join(vm.record().pid.to_string());
     let status = fs::read_to_string(proc.join("status")).unwrap();
     let field = |name: &str| -> Vec<&str> {
@@ -163,8 +163,8 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     assert_eq!((field("NoNewPrivs"), field("Seccomp")), (vec!["1"], vec!["2"]));
     assert_eq!(field("NSpid").last(), Some(&"1"), "{status}");
     for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup", "user"] {
-        let of = |proc: &Path| fs::read_link(proc.join("ns").join(namespace)).unwrap();
-        assert_ne!(of(&proc), of(Path::new("/proc/self")), "{namespace} is the host's");
+        let namespace_of = |proc: &Path| fs::read_link(proc.join("ns").join(namespace)).unwrap();
+        assert_ne!(namespace_of(&proc), namespace_of(Path::new("/proc/self")), "{namespace} is the host's");
     }
     // Its own user namespace maps only itself.
     for map in ["uid_map", "gid_map"] {
@@ -186,11 +186,12 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     let mounts = fs::read_to_string(proc.join("mounts")).unwrap();
     for mount in mounts.lines().filter(|mount| !mount.contains(" /dev/") && !mount.contains(" /proc ")) {
         let options = mount.split(' ').nth(3).unwrap();
-        let is_room = has_room && mount.starts_with("room /run tmpfs rw,nosuid,nodev,noexec,");
-        assert!(options.starts_with("ro") || is_room, "{mount} can be written");
+        let is_writable_dir =
+            has_writable_dir && mount.starts_with("room /run tmpfs rw,nosuid,nodev,noexec,");
+        assert!(options.starts_with("ro") || is_writable_dir, "{mount} can be written");
     }
     // What people are shown is read here, too.
-    let seen = Confinement::of(vm.record().pid).unwrap();
+    let seen = Confinement::read(vm.record().pid).unwrap();
     assert_eq!((seen.uid, seen.gid, &seen.groups), (user, user, &groups));
     assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
     assert!(seen.no_new_privileges && seen.seccomp == "filter", "{seen:?}");
@@ -234,7 +235,7 @@ pub async fn takes_the_disks_of_a_first_container(vmm: &dyn Vmm, spec: fn(&Pod) 
 async fn images_come_and_go(vmm: &dyn Vmm, vm: Arc<dyn Vm>, pod: &Pod) -> (Arc<dyn Vm>, Guest) {
     let image = |name: &str| DiskSpec { serial: FIRST_IMAGE.into(), ..pod.read_only_disk(name) };
     let (one, other) = (image("one"), image("other"));
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     vm.attach_disk(&one).await.expect("it takes an image");
     assert_eq!(guest.ask("await image-0").await, "disk image-0 ro=1 starts with one");
     let twice = vm.attach_disk(&other).await.unwrap_err();
@@ -244,7 +245,7 @@ async fn images_come_and_go(vmm: &dyn Vmm, vm: Arc<dyn Vm>, pod: &Pod) -> (Arc<d
     let record = vm.record();
     drop((vm, guest));
     let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     vm.detach_disk(FIRST_IMAGE).await.expect("it is unplugged");
     assert!(!has_open(record.pid, &one).unwrap(), "its file stays open");
     vm.detach_disk(FIRST_IMAGE).await.expect("detaching what isn't there is no error");
@@ -260,9 +261,9 @@ const KEPT: &str = "kept";
 /// Tests a VMM that freezes and restores VMs against the rest of the contract.
 pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let host = Pod::new("host");
-    let kept = host.disk(KEPT);
+    let disk = host.disk(KEPT);
     let frozen = frozen(vmm, spec, async |vm, mut guest| {
-        vm.attach_disk(&kept).await.expect("a VM that is to be frozen takes disks");
+        vm.attach_disk(&disk).await.expect("a VM that is to be frozen takes disks");
         assert_eq!(guest.ask("await kept").await, "disk kept ro=0 starts with kept");
     })
     .await;
@@ -273,18 +274,18 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     assert_eq!(vmm.template_inputs(&of_one), vmm.template_inputs(&of_another_pod));
     let mut vms = Vec::new();
     for pod in [&one, &two] {
-        let kept = DiskSpec { serial: KEPT.into(), ..pod.limited_disk(&format!("of-{}", pod.name())) };
-        let spec = VmSpec { disks: vec![kept.clone()], ..spec(pod) };
+        let disk = DiskSpec { serial: KEPT.into(), ..pod.limited_disk(&format!("of-{}", pod.name())) };
+        let spec = VmSpec { disks: vec![disk.clone()], ..spec(pod) };
         let vm = vmm.restore(&spec, &frozen).await.expect("a VM is restored");
         vm.resume().await.expect("and goes on");
-        let mut guest = Guest::of(&*vm).await;
+        let mut guest = Guest::connect(&*vm).await;
         assert_eq!(guest.ask("hello").await, "hello host");
         let seen = format!("disk kept ro=0 starts with of-{}", pod.name());
         assert_eq!(guest.ask("await kept").await, seen, "a copy has its template's disk");
         vm.detach_disk(KEPT).await.expect("a copy's disk is unplugged");
         assert_eq!(guest.ask("await-gone kept").await, "gone kept");
         assert!(
-            !has_open(vm.record().pid, &kept).unwrap(),
+            !has_open(vm.record().pid, &disk).unwrap(),
             "the file of a disk that is unplugged stays open"
         );
         vm.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
@@ -305,7 +306,7 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     assert!(!one.path("run").exists(), "the VM's directory was not moved");
     drop((nobodys, vm, guest));
     let vm = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     for vm in [vm, vms.remove(0).0] {
         vm.kill().await.unwrap();
@@ -339,7 +340,7 @@ pub async fn grows_and_shrinks(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let growing = |pod: &Pod| VmSpec { growth_mib: GROWTH_MIB, ..spec(pod) };
     let (pod, copy) = (Pod::new("booted"), Pod::new("copied"));
     let vm = vmm.boot(&growing(&pod)).await.expect("it boots");
-    let guest = Mutex::new(Guest::of(&*vm).await);
+    let guest = Mutex::new(Guest::connect(&*vm).await);
     memory_follows(&*vm, async || guest.lock().await.ask("memory").await.parse().unwrap()).await;
     // As if the daemon died: the VMM knows how much there is.
     vm.request_memory(HOTPLUG_STEP_MIB).await.unwrap();
@@ -353,7 +354,7 @@ pub async fn grows_and_shrinks(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let frozen = frozen(vmm, growing, async |_, _| {}).await;
     let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
     vm.resume().await.expect("and goes on");
-    let guest = Mutex::new(Guest::of(&*vm).await);
+    let guest = Mutex::new(Guest::connect(&*vm).await);
     memory_follows(&*vm, async || guest.lock().await.ask("memory").await.parse().unwrap()).await;
     vm.kill().await.unwrap();
     assert_ne!(
@@ -404,7 +405,7 @@ pub async fn gets_vcpus_and_gives_them_up(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpe
     vm.kill().await.unwrap();
 
     let vm = vmm.boot(&growing(&pod)).await.expect("it boots");
-    let guest = Mutex::new(Guest::of(&*vm).await);
+    let guest = Mutex::new(Guest::connect(&*vm).await);
     vcpus_follow(&*vm, async |_| guest.lock().await.ask("vcpus").await.parse().unwrap()).await;
     vm.request_vcpus(2).await.unwrap();
     let record = vm.record();
@@ -416,7 +417,7 @@ pub async fn gets_vcpus_and_gives_them_up(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpe
     let frozen = frozen(vmm, growing, async |_, _| {}).await;
     let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
     vm.resume().await.expect("and goes on");
-    let guest = Mutex::new(Guest::of(&*vm).await);
+    let guest = Mutex::new(Guest::connect(&*vm).await);
     vcpus_follow(&*vm, async |_| guest.lock().await.ask("vcpus").await.parse().unwrap()).await;
     vm.kill().await.unwrap();
     assert_ne!(
@@ -452,6 +453,69 @@ pub async fn vcpus_follow(vm: &dyn Vm, seen: impl AsyncFn(u32) -> u32) {
     assert_eq!(vm.vcpus().await.unwrap(), Some(has(1, 1)), "what was refused was done");
 }
 
+/// Tests that a VM is saved while it runs, and that it and its copies go on: a VM that booted, whose memory is its own, and then
+/// a copy, which shares a file with others. Returns the last copy and its disks.
+pub async fn a_running_vm_is_saved_and_goes_on(
+    vmm: &dyn Vmm,
+    spec: fn(&Pod) -> VmSpec,
+) -> (Pod, Arc<dyn Vm>, Vec<DiskRecord>) {
+    let pod = Pod::new("running");
+    let disks = vec![pod.limited_disk(SPARE)];
+    let mut vm = vmm.boot(&VmSpec { disks, ..spec(&pod) }).await.unwrap();
+    let mut guest = Guest::connect(&*vm).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    let image = DiskSpec { serial: FIRST_IMAGE.into(), ..pod.read_only_disk("image") };
+    let plugged = [pod.disk("one"), pod.disk("two"), pod.read_only_disk("three")];
+    vm.attach_disk(&image).await.unwrap();
+    for disk in &plugged {
+        vm.attach_disk(disk).await.unwrap();
+        let ro = u8::from(disk.read_only);
+        let seen = format!("disk {0} ro={ro} starts with {0}", disk.serial);
+        assert_eq!(guest.ask(&format!("await {}", disk.serial)).await, seen);
+    }
+    // In another order than they were plugged.
+    let mut records: Vec<_> = plugged.iter().rev().map(DiskSpec::record).collect();
+    records.extend([image.record(), pod.disk(SPARE).record()]);
+    let (first, second) = (Pod::new("first"), Pod::new("second"));
+    for (copy, word) in [(&first, "before"), (&second, "later")] {
+        assert_eq!(guest.ask(&format!("remember {word}")).await, "noted");
+        let to = Destination { dir: copy.path("saved"), memory_mib: spec(&pod).memory_mib };
+        fs::create_dir(&to.dir).unwrap();
+        let began = std::time::Instant::now();
+        let saved = vm.checkpoint(&to, &records).await.unwrap();
+        vm.resume().await.unwrap();
+        println!("saved, paused for {:?}", began.elapsed());
+        assert_eq!(guest.ask("recall").await, word, "the VM that was saved does not go on");
+        assert_eq!(guest.ask("remember meanwhile").await, "noted");
+
+        let disks = saved.iter().map(|disk| {
+            let record = &disk.record;
+            let content = copy.disk(&format!("{}-of-{}", record.serial, copy.name()));
+            let content = if record.read_only { read_only(&content) } else { content };
+            DiskSpec { serial: record.serial.clone(), ..content }
+        });
+        let copied = VmSpec { disks: disks.collect(), ..spec(copy) };
+        let frozen = sealed(to.dir);
+        let copied = vmm.restore(&copied, &frozen).await.unwrap();
+        copied.resume().await.unwrap();
+        let mut at_copy = Guest::connect(&*copied).await;
+        assert_eq!(at_copy.ask("recall").await, word);
+        for disk in records.iter().filter(|disk| disk.serial != SPARE) {
+            let ro = u8::from(disk.read_only);
+            let seen = format!("disk {0} ro={ro} starts with {0}-of-{1}", disk.serial, copy.name());
+            assert_eq!(at_copy.ask(&format!("await {}", disk.serial)).await, seen);
+        }
+        copied.attach_disk(&copy.disk("further")).await.unwrap();
+        assert_eq!(at_copy.ask("await further").await, "disk further ro=0 starts with further");
+        copied.detach_disk("further").await.unwrap();
+        assert_eq!(guest.ask("recall").await, "meanwhile");
+        vm.kill().await.unwrap();
+        (vm, guest) = (copied, at_copy);
+        records = saved.into_iter().map(|disk| disk.record).collect();
+    }
+    (second, vm, records)
+}
+
 fn digest_of_memory(frozen: &Frozen) -> u64 {
     let memory = File::from(frozen.file(MEMORY).unwrap());
     let (mut hash, mut chunk, mut at) = (DefaultHasher::new(), vec![0; 1 << 20], 0);
@@ -468,7 +532,7 @@ fn digest_of_memory(frozen: &Frozen) -> u64 {
 
 /// Asserts that of 100 MiB that the guest uses and frees, twice, the host gets at least 90 back.
 async fn gives_back(vm: &dyn Vm) {
-    let mut guest = Guest::of(vm).await;
+    let mut guest = Guest::connect(vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     for _ in 0..2 {
         assert_eq!(guest.ask("fill 100").await, "filled");
@@ -502,7 +566,7 @@ pub async fn frozen(
     fs::create_dir(&dir).unwrap();
     let vm =
         vmm.boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) }).await.expect("a VM boots");
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     before(&*vm, guest).await;
     vm.freeze(&dir).await.expect("it is frozen");
@@ -527,13 +591,13 @@ pub fn sealed(dir: PathBuf) -> Frozen {
 async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec, adopted: bool) {
     let pod = Pod::new("powers-off");
     let mut vm = vmm.boot(&spec(&pod)).await.unwrap();
-    let mut guest = Guest::of(&*vm).await;
+    let mut guest = Guest::connect(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     if adopted {
         let record = vm.record();
         drop((vm, guest));
         vm = vmm.adopt(&record).await.unwrap().expect("the VM runs");
-        guest = Guest::of(&*vm).await;
+        guest = Guest::connect(&*vm).await;
     }
     guest.tell("power-off").await;
     let exit = timeout(LONG, vm.exited()).await.expect("the end is seen");

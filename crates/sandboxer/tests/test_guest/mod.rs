@@ -85,7 +85,7 @@ async fn ask_for_files(shares: &Path) -> String {
 pub struct Guest(BufReader<Box<dyn AgentStream>>);
 
 impl Guest {
-    pub async fn of(vm: &dyn Vm) -> Self {
+    pub async fn connect(vm: &dyn Vm) -> Self {
         Self(BufReader::new(vm.agent_stream().await.expect("the agent has a stream")))
     }
 
@@ -209,12 +209,12 @@ impl Pod {
         assert!(sockets.is_empty(), "left behind: {sockets:?}");
         // A VMM process is marked with the directory of its VM.
         let run_dir = self.path("run");
-        let gone = async {
-            while !strays::of(&run_dir).unwrap().is_empty() {
+        let reaped = async {
+            while !strays::started_for(&run_dir).unwrap().is_empty() {
                 tokio::task::yield_now().await;
             }
         };
-        timeout(LONG, gone).await.expect("the process is killed and reaped");
+        timeout(LONG, reaped).await.expect("the process is killed and reaped");
     }
 
     fn initramfs(&self) -> PathBuf {
@@ -244,7 +244,7 @@ impl Pod {
 /// A failed test leaves no VMM either.
 impl Drop for Pod {
     fn drop(&mut self) {
-        for stray in strays::of(&self.path("run")).unwrap() {
+        for stray in strays::started_for(&self.path("run")).unwrap() {
             stray.end().unwrap();
         }
     }

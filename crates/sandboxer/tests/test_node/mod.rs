@@ -30,22 +30,33 @@ pub struct TestNode {
     pub vmm: Arc<FakeVmm>,
     pub dir: TempDir,
     config: Config,
+    fronts: Box<dyn Fn() -> Arc<Front> + Send + Sync>,
 }
 
 impl TestNode {
     /// Creates a node in a directory of its own, with the default configuration as changed by `configure`.
     pub fn with(vmm: Arc<FakeVmm>, configure: impl FnOnce(&mut Config)) -> Self {
+        Self::behind(vmm, configure, Front::none)
+    }
+
+    /// Creates a node whose daemons are behind what `fronts` returns.
+    pub fn behind(
+        vmm: Arc<FakeVmm>,
+        configure: impl FnOnce(&mut Config),
+        fronts: impl Fn() -> Arc<Front> + Send + Sync + 'static,
+    ) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
         let mut config = Config { run_dir, state_dir, ..Config::default() };
         config.vm.idle_cgroup.clear();
         configure(&mut config);
-        Self { node: daemon::node(config.clone(), vmm.clone(), Front::none()).unwrap(), vmm, dir, config }
+        let node = daemon::node(config.clone(), vmm.clone(), fronts()).unwrap();
+        Self { node, vmm, dir, config, fronts: Box::new(fronts) }
     }
 
     /// Returns the node of a daemon that was killed and started again.
     pub fn restarted(&self) -> Arc<DaemonState> {
-        daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
+        daemon::node(self.config.clone(), self.vmm.clone(), (self.fronts)()).unwrap()
     }
 
     /// Returns the same after the tasks of these pods of the earlier daemon have ended; there must be no other handles

@@ -6,8 +6,10 @@ use std::{
     os::unix::fs::MetadataExt,
 };
 
-use anyhow::{Context, Result, ensure};
-use sandboxer_vmm::{Frozen, HotpluggedMemory, MEMORY, VmRecord, VmSpec, Vmm, VmmError};
+use anyhow::{Context, Result, bail, ensure};
+use sandboxer_vmm::{
+    Destination, DiskRecord, DiskSpec, Frozen, HotpluggedMemory, MEMORY, Vm, VmRecord, VmSpec, Vmm, VmmError,
+};
 
 use super::{Case, LONG, Running, Subject, kill, left_in};
 use crate::{
@@ -15,21 +17,21 @@ use crate::{
     test_guest::{
         Guest, Pod,
         contract::{
-            GROWTH_MIB, copies_of_a_frozen_vm_are_vms, gets_vcpus_and_gives_them_up, grows_and_shrinks,
-            is_jailed, keeps_its_memory, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
-            sealed, takes_the_disks_of_a_first_container,
+            GROWTH_MIB, a_running_vm_is_saved_and_goes_on, copies_of_a_frozen_vm_are_vms,
+            gets_vcpus_and_gives_them_up, grows_and_shrinks, is_jailed, keeps_its_memory, keeps_the_contract,
+            requests_for_files_have_a_link_of_their_own, sealed, takes_the_disks_of_a_first_container,
         },
         vm_config,
     },
 };
 
-/// Returns all cases.
 pub fn cases<S: Subject>() -> impl IntoIterator<Item = Case<S>> {
     listed![
         a_vm_boots_stands_still_and_goes_on,
         disks_come_and_go,
         a_frozen_vm_goes_on_as_a_copy,
         half_a_template_is_refused_and_leaves_nothing,
+        a_vm_is_saved_or_refuses_and_goes_on,
         a_vm_tells_how_much_memory_it_can_get,
         a_vmm_is_jailed,
         a_vm_outlives_its_daemon,
@@ -46,6 +48,9 @@ pub async fn the_contract_of_all_vmms_is_kept<S: Subject>(subject: S) -> Result<
     takes_the_disks_of_a_first_container(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::halting_spec).await;
+    if S::SAVES {
+        a_running_vm_is_saved_and_goes_on(&vmm, Pod::halting_spec).await;
+    }
     if S::HAS_HOTPLUG_MEMORY {
         grows_and_shrinks(&vmm, Pod::halting_spec).await;
     }
@@ -56,7 +61,7 @@ pub async fn the_contract_of_all_vmms_is_kept<S: Subject>(subject: S) -> Result<
 }
 
 pub async fn a_vm_boots_stands_still_and_goes_on<S: Subject>(subject: S) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (info, vm) = (running.vmm.info(), &running.vm);
     ensure!(info.name == S::NAME && vm.record().vmm == S::NAME, "{info:?}");
     ensure!(info.version.starts_with(|first: char| first.is_ascii_digit()), "{info:?}");
@@ -68,7 +73,7 @@ pub async fn a_vm_boots_stands_still_and_goes_on<S: Subject>(subject: S) -> Resu
 }
 
 pub async fn disks_come_and_go<S: Subject>(subject: S) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let vm = &running.vm;
     let (first, second) = (running.pod.read_only_disk("a"), running.pod.limited_disk("b"));
     let before = fs::metadata(first.file.name())?;
@@ -97,7 +102,7 @@ async fn frozen<S: Subject>(subject: &S) -> Result<(Pod, Frozen)> {
     let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..subject.spec(&pod) };
     let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
     if subject.answers() {
-        let mut guest = Guest::of(vm.as_ref()).await;
+        let mut guest = Guest::connect(vm.as_ref()).await;
         ensure!(guest.ask("hello").await == "hello host");
     }
     let frozen = vm.freeze(&dir).await;
@@ -139,7 +144,7 @@ pub async fn a_frozen_vm_goes_on_as_a_copy<S: Subject>(subject: S) -> Result<()>
     ensure!(subject.is_running(vm.as_ref()).await? != Some(false), "it stands still");
     vm.attach_disk(&pod.disk("late")).await?;
     if subject.answers() {
-        let mut guest = Guest::of(vm.as_ref()).await;
+        let mut guest = Guest::connect(vm.as_ref()).await;
         ensure!(guest.ask("hello").await == "hello host", "a copy without an agent");
     }
     Ok(vm.kill().await?)
@@ -192,6 +197,69 @@ pub async fn half_a_template_is_refused_and_leaves_nothing<S: Subject>(subject: 
 }
 
 /// The guest takes nothing, since it does nothing.
+/// A VM that booted, and a copy of it, as the next daemon has them.
+pub async fn a_vm_is_saved_or_refuses_and_goes_on<S: Subject>(subject: S) -> Result<()> {
+    let Running { pod, vmm, vm, .. } = Running::start(&subject).await?;
+    let goes_on = async |vm: &dyn Vm| {
+        vm.resume().await?;
+        ensure!(subject.is_running(vm).await? != Some(false), "it stands still");
+        if subject.answers() {
+            ensure!(Guest::connect(vm).await.ask("hello").await == "hello host");
+        }
+        anyhow::Ok(())
+    };
+    let destination = |pod: &Pod| {
+        let to = Destination { dir: pod.path("saved"), memory_mib: 128 };
+        fs::create_dir(&to.dir).map(|()| to)
+    };
+    goes_on(vm.as_ref()).await.context("it runs already")?;
+    let first = pod.disk("first");
+    vm.attach_disk(&first).await?;
+    let record = vm.record();
+    drop(vm);
+    let mut vm = vmm.adopt(&record).await?.context("the VM outlived its handle")?;
+    let never = DiskRecord { serial: "never".into(), ..first.record() };
+    let refused = vm.checkpoint(&destination(&pod)?, &[never]).await.err().context("saved without a disk")?;
+    let reason = if S::SAVES { "no disk never" } else { "cannot be saved while they run" };
+    ensure!(
+        matches!(&refused, VmmError::Refused { .. }) && refused.to_string().contains(reason),
+        "{refused}"
+    );
+    goes_on(vm.as_ref()).await?;
+    if !S::SAVES {
+        return Ok(vm.kill().await?);
+    }
+    let (mut pods, mut disk) = (vec![pod], first);
+    for name in ["copy", "copy-of-copy"] {
+        let pod = Pod::new(name);
+        let to = destination(&pod)?;
+        let saved = vm.checkpoint(&to, &[disk.record()]).await?;
+        ensure!(subject.is_running(vm.as_ref()).await? != Some(true), "a VM that is saved runs");
+        let [open] = &saved[..] else { bail!("{saved:?}") };
+        ensure!(
+            open.record == disk.record() && open.file.metadata()?.ino() == disk.file.inode()?.1,
+            "{open:?}"
+        );
+        goes_on(vm.as_ref()).await?;
+        let mut files: Vec<_> =
+            fs::read_dir(&to.dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<_>>()?;
+        files.sort();
+        ensure!(files == S::TEMPLATE, "{files:?}");
+        let memory = fs::metadata(to.dir.join(MEMORY))?;
+        ensure!(memory.len() == 128 << 20 && memory.uid() == 0, "{memory:?}");
+        ensure!(memory.blocks() * 512 < 64 << 20, "memory that no guest touched takes space: {memory:?}");
+        vm.kill().await?;
+
+        disk = DiskSpec { serial: "first".into(), ..pod.disk("of-the-copy") };
+        let spec = VmSpec { disks: vec![disk.clone()], ..subject.spec(&pod) };
+        vm = vmm.restore(&spec, &sealed(to.dir)).await?;
+        ensure!(subject.is_running(vm.as_ref()).await? != Some(true), "a copy is not paused");
+        goes_on(vm.as_ref()).await?;
+        pods.push(pod);
+    }
+    Ok(vm.kill().await?)
+}
+
 pub async fn a_vm_tells_how_much_memory_it_can_get<S: Subject>(subject: S) -> Result<()> {
     let pod = Pod::new("grows");
     let spec = VmSpec { growth_mib: GROWTH_MIB, ..subject.spec(&pod) };
@@ -213,7 +281,8 @@ pub async fn a_vmm_is_jailed<S: Subject>(subject: S) -> Result<()> {
     let (_template, frozen) = frozen(&subject).await?;
     let copied = Pod::new("copied");
     let vmm = subject.vmm(&copied, vm_config()).await?;
-    let (booted, copy) = (Running::of(&subject).await?, vmm.restore(&subject.spec(&copied), &frozen).await?);
+    let (booted, copy) =
+        (Running::start(&subject).await?, vmm.restore(&subject.spec(&copied), &frozen).await?);
     let kvm = vmm.info().accelerator == "kvm";
     let users = [&booted.vm, &copy].map(|vm| is_jailed(vm.as_ref(), kvm, S::HAS_JAIL_DIR));
     ensure!(users[0] != users[1], "two VMs are of one user");
@@ -222,7 +291,7 @@ pub async fn a_vmm_is_jailed<S: Subject>(subject: S) -> Result<()> {
 }
 
 pub async fn a_vm_outlives_its_daemon<S: Subject>(subject: S) -> Result<()> {
-    let Running { pod, vmm, vm, .. } = Running::of(&subject).await?;
+    let Running { pod, vmm, vm, .. } = Running::start(&subject).await?;
     let early = pod.disk("early");
     vm.attach_disk(&early).await?;
     let record = vm.record();
@@ -247,7 +316,7 @@ pub async fn a_vm_outlives_its_daemon<S: Subject>(subject: S) -> Result<()> {
 }
 
 pub async fn a_killed_vmm_is_one_error_with_its_call_and_end<S: Subject>(subject: S) -> Result<()> {
-    let running = Running::of(&subject).await?;
+    let running = Running::start(&subject).await?;
     let (vm, disk) = (&running.vm, running.pod.disk("late"));
     kill(vm.as_ref())?;
     let exit = tokio::time::timeout(LONG, vm.exited()).await.context("the end is seen")?;
@@ -265,7 +334,7 @@ pub async fn a_killed_vmm_is_one_error_with_its_call_and_end<S: Subject>(subject
 }
 
 pub async fn nothing_is_left_but_logs<S: Subject>(subject: S) -> Result<()> {
-    let Running { pod, spec, vm, .. } = Running::of(&subject).await?;
+    let Running { pod, spec, vm, .. } = Running::start(&subject).await?;
     vm.attach_disk(&pod.disk("late")).await?;
     vm.kill().await?;
     let left = left_in(&spec)?;

@@ -48,6 +48,8 @@ pub trait Subject: Clone + Send + Sync + 'static {
     const HAS_HOTPLUG_MEMORY: bool;
     /// Whether a guest can get vCPUs while it runs.
     const HAS_HOTPLUG_VCPUS: bool;
+    /// Whether a VM can be saved while it runs.
+    const SAVES: bool;
     /// Whether a disk can be detached from a guest that does nothing.
     const DETACHES_ALONE: bool;
 
@@ -114,11 +116,11 @@ pub struct Running<S: Subject> {
 
 impl<S: Subject> Running<S> {
     /// Boots a VM whose guest does nothing.
-    pub async fn of(subject: &S) -> Result<Self> {
-        Self::with(subject, vm_config()).await
+    pub async fn start(subject: &S) -> Result<Self> {
+        Self::start_with(subject, vm_config()).await
     }
 
-    pub async fn with(subject: &S, config: VmConfig) -> Result<Self> {
+    pub async fn start_with(subject: &S, config: VmConfig) -> Result<Self> {
         let pod = Pod::new("contract");
         let spec = subject.spec(&pod);
         let vmm = subject.vmm(&pod, config).await?;
@@ -141,10 +143,10 @@ impl<S: Subject> Running<S> {
 pub fn kvm_unusable() -> Option<&'static str> {
     static WHY: OnceLock<Option<String>> = OnceLock::new();
     // Slow is good enough if it is configured by name.
-    let asked_for = || env::var("SANDBOXER_TEST_ACCELERATOR").is_ok_and(|name| name == "kvm");
+    let is_configured = || env::var("SANDBOXER_TEST_ACCELERATOR").is_ok_and(|name| name == "kvm");
     let measure = || match kvm::measure(Path::new("/dev/kvm")) {
         Ok(_) => None,
-        Err(KvmUnusable::Slow { .. }) if asked_for() => None,
+        Err(KvmUnusable::Slow { .. }) if is_configured() => None,
         Err(why) => Some(why.to_string()),
     };
     WHY.get_or_init(measure).as_deref()

@@ -44,7 +44,7 @@ pub struct Guest<S: Subject> {
 }
 
 impl<S: Subject> Guest<S> {
-    pub async fn of(subject: &S) -> Result<Self> {
+    pub async fn prepare(subject: &S) -> Result<Self> {
         let (pod, config) = (Pod::new("boots"), vm_config());
         let spec = pod.spec_of(guest_image("vmlinux"), guest_image("initramfs.cpio"));
         Ok(Self { vmm: subject.vmm(&pod, config.clone()).await?, config, spec, pod })
@@ -103,16 +103,17 @@ impl<S: Subject> Guest<S> {
         &self,
         look: impl AsyncFn(&Agent, &dyn Vm, &Pod, Duration) -> Result<()>,
     ) -> Result<()> {
-        let kept = self.pod.disk("kept");
-        let frozen =
-            self.frozen(&self.spec, &self.pod, async |vm| anyhow::Ok(vm.attach_disk(&kept).await?)).await?;
+        let template_disk = self.pod.disk("kept");
+        let frozen = self
+            .frozen(&self.spec, &self.pod, async |vm| anyhow::Ok(vm.attach_disk(&template_disk).await?))
+            .await?;
         for name in ["one", "two"] {
             let pod = Pod::new(name);
             let own = pod.disk("kept");
             let spec = VmSpec { run_dir: pod.path("run"), disks: vec![own.clone()], ..self.spec.clone() };
             let copy = self.vmm.restore(&spec, &frozen).await?;
             let has = |disk| has_open(copy.record().pid, disk);
-            ensure!(has(&own)? && !has(&kept)?, "copy {name} does not have a disk of its own");
+            ensure!(has(&own)? && !has(&template_disk)?, "copy {name} does not have a disk of its own");
             copy.resume().await?;
             let resumed = Instant::now();
             let agent = self.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
@@ -126,7 +127,7 @@ impl<S: Subject> Guest<S> {
 }
 
 async fn the_agent_is_ready_and_the_guest_powers_off<S: Subject>(subject: S) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     agent.configure_pod(ConfigurePodRequest { hostname: "pod".into(), ..Default::default() }).await?;
@@ -137,7 +138,7 @@ async fn the_agent_is_ready_and_the_guest_powers_off<S: Subject>(subject: S) -> 
 }
 
 async fn the_agent_is_greeted_anew_by_the_next_daemon<S: Subject>(subject: S) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let vm = guest.vmm.boot(&guest.spec).await?;
     guest.greet(vm.as_ref()).await?;
     let record = vm.record();
@@ -149,7 +150,7 @@ async fn the_agent_is_greeted_anew_by_the_next_daemon<S: Subject>(subject: S) ->
 
 /// A guest that booted, and a copy, as the agent in them sees it.
 async fn memory_comes_and_goes<S: Subject>(subject: S) -> Result<()> {
-    let guest = Guest::of(&subject).await?;
+    let guest = Guest::prepare(&subject).await?;
     let spec = VmSpec { growth_mib: GROWTH_MIB, ..guest.spec.clone() };
     let follows_requests = async |vm: &dyn Vm| {
         let agent = guest.greet(vm).await?;

@@ -45,12 +45,12 @@ impl Handles {
         Self { open: Mutex::default(), next: AtomicU64::new(1), most }
     }
 
-    /// Checks that there is room for one more file.
+    /// Checks that one more file may be opened.
     ///
     /// # Errors
     ///
-    /// `EMFILE`: there is none.
-    pub fn have_room(&self) -> Result<()> {
+    /// `EMFILE`: too many files are open.
+    pub fn check_free(&self) -> Result<()> {
         if lock(&self.open).len() < self.most { Ok(()) } else { Err(Errno::MFILE) }
     }
 
@@ -71,7 +71,7 @@ impl Handles {
     }
 
     /// Returns any open file of this node.
-    pub fn of(&self, node: u64) -> Option<Arc<Open>> {
+    pub fn any_of(&self, node: u64) -> Option<Arc<Open>> {
         lock(&self.open).range((node, 0)..=(node, u64::MAX)).next().map(|(_, open)| Arc::clone(open))
     }
 
@@ -94,11 +94,11 @@ impl Open {
         Self { file: Arc::new(file), appends, content, position: Mutex::default() }
     }
 
-    /// Reads from `offset` on until `room` is full or the file ends; returns the number of bytes.
-    pub fn read(&self, offset: u64, room: &mut [u8]) -> Result<usize> {
+    /// Reads from `offset` on until `buffer` is full or the file ends; returns the number of bytes.
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<usize> {
         let mut filled = 0;
-        while filled < room.len() {
-            match rustix::io::pread(&self.file, &mut room[filled..], offset.saturating_add(filled as u64)) {
+        while filled < buffer.len() {
+            match rustix::io::pread(&self.file, &mut buffer[filled..], offset.saturating_add(filled as u64)) {
                 Ok(0) => break,
                 Ok(count) => filled += count,
                 Err(Errno::INTR) => {}
@@ -139,13 +139,13 @@ impl Open {
         rustix::fs::seek(&self.file, to)
     }
 
-    /// Reads entries of a directory from `offset` on into `room`; returns the number of bytes.
-    pub fn list(&self, offset: u64, room: &mut [u8]) -> Result<usize> {
+    /// Reads entries of a directory from `offset` on into `buffer`; returns the number of bytes.
+    pub fn list(&self, offset: u64, buffer: &mut [u8]) -> Result<usize> {
         let _position = lock(&self.position);
         rustix::fs::seek(&self.file, SeekFrom::Start(offset))?;
-        let (file, length) = (std::os::fd::AsRawFd::as_raw_fd(&self.file.as_fd()), room.len());
-        // SAFETY: the kernel writes at most `length` bytes, which `room` has.
-        let done = unsafe { libc::syscall(libc::SYS_getdents64, file, room.as_mut_ptr(), length) };
+        let (file, length) = (std::os::fd::AsRawFd::as_raw_fd(&self.file.as_fd()), buffer.len());
+        // SAFETY: the kernel writes at most `length` bytes, which `buffer` has.
+        let done = unsafe { libc::syscall(libc::SYS_getdents64, file, buffer.as_mut_ptr(), length) };
         usize::try_from(done)
             .map_err(|_| Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO))
     }

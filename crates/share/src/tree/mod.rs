@@ -34,7 +34,7 @@ use sandboxer_share::wire::{Answer, Changes, Name, Request, Result, Time};
 
 use self::{
     handles::{Handles, Open},
-    nodes::{MOST_KEPT, Nodes, ROOT},
+    nodes::{MAX_CACHED_DIRS, Nodes, ROOT},
     place::{Content, Seen, beneath, by_path, look, reopen},
 };
 use crate::caller::without_fsetid;
@@ -45,7 +45,7 @@ const FRESH: Duration = Duration::from_millis(100);
 
 /// The descriptors that are not the guest's open files: kept directories, those of the requests in progress, and the
 /// process's own.
-const RESERVED: u64 = MOST_KEPT as u64 + 64;
+const RESERVED: u64 = MAX_CACHED_DIRS as u64 + 64;
 
 /// The most bytes of a directory's entries in one call.
 const LISTED: usize = 32 << 10;
@@ -161,7 +161,7 @@ impl Tree {
             }
             Request::Read { handle, offset, size } => {
                 let open = self.handles.get(node, handle)?;
-                answer.fill(size, |room| open.read(offset, room))
+                answer.fill(size, |buffer| open.read(offset, buffer))
             }
             Request::Write { handle, offset, flags, data, kill } => {
                 let open = self.handles.get(node, handle)?;
@@ -209,7 +209,7 @@ impl Tree {
             }
             Request::GetAttribute { name, size } => {
                 let got = by_path(self.find(node)?.file, |path| {
-                    sized(size, answer, |room| rustix::fs::getxattr(path, name, room))
+                    sized(size, answer, |buffer| rustix::fs::getxattr(path, name, buffer))
                 });
                 match got {
                     // Without ACL support, a file has no ACL. A guest's kernel would take the error for the result of
@@ -219,7 +219,7 @@ impl Tree {
                 }
             }
             Request::ListAttributes { size } => by_path(self.find(node)?.file, |path| {
-                sized(size, answer, |room| rustix::fs::listxattr(path, room))
+                sized(size, answer, |buffer| rustix::fs::listxattr(path, buffer))
             }),
             Request::RemoveAttribute { name } => {
                 by_path(self.find(node)?.file, |path| rustix::fs::removexattr(path, name))
@@ -238,7 +238,7 @@ impl Tree {
         }
         let way = lock(&self.nodes).way(node)?;
         // The open file may have another name by now, or none.
-        if let Some(open) = self.handles.of(node) {
+        if let Some(open) = self.handles.any_of(node) {
             return Ok(Found { file: Arc::clone(&open.file), seen: None });
         }
         let mut file = way.from;
@@ -260,7 +260,7 @@ impl Tree {
 
     /// Examines a node's file. This is the most frequent request, so it opens nothing unless it must.
     fn see(&self, node: u64) -> Result<Seen> {
-        if node != ROOT && self.handles.of(node).is_none() {
+        if node != ROOT && self.handles.any_of(node).is_none() {
             let way = lock(&self.nodes).way(node)?;
             if let [name] = &*way.paths
                 && !name.to_bytes().contains(&b'/')
@@ -287,7 +287,7 @@ impl Tree {
             drop(nodes);
             !is_known && place::is_attached(root, name)
         };
-        let is_open = |node| self.handles.of(node).is_some();
+        let is_open = |node| self.handles.any_of(node).is_some();
         lock(&self.nodes).give(parent, name, identity, is_attached, is_open)
     }
 
@@ -324,7 +324,7 @@ impl Tree {
 
     /// Opens a regular file; returns its handle, and the flags by which the guest's kernel treats it.
     fn open_file(&self, node: u64, flags: u32, kill: bool) -> Result<(u64, u32)> {
-        self.handles.have_room()?;
+        self.handles.check_free()?;
         let found = self.find(node)?;
         let stat = match found.seen()? {
             seen if seen.kind().is_file() => seen.stat,
@@ -354,7 +354,7 @@ impl Tree {
         kill: bool,
         answer: &mut Answer<'_>,
     ) -> Result<()> {
-        self.handles.have_room()?;
+        self.handles.check_free()?;
         let directory = self.find(parent)?.file;
         let new = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let made = masked(umask, || {
@@ -437,9 +437,9 @@ impl Tree {
     ) -> Result<()> {
         // An entry with attributes takes more space in the response than here.
         let length = if plus { size / 4 } else { size }.clamp(512, LISTED);
-        let mut room = vec![0; length];
-        let length = open.list(offset, &mut room)?;
-        let mut rest = room.get(..length).ok_or(Errno::IO)?;
+        let mut buffer = vec![0; length];
+        let length = open.list(offset, &mut buffer)?;
+        let mut rest = buffer.get(..length).ok_or(Errno::IO)?;
         while let Some((entry, after)) = Entry::first(rest) {
             if answer.written() + Answer::listed_length(entry.name.to_bytes(), plus) > size {
                 break;

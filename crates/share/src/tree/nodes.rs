@@ -22,7 +22,7 @@ use super::place::Identity;
 pub const ROOT: u64 = 1;
 
 /// The most directories that are kept open.
-pub const MOST_KEPT: usize = 64;
+pub const MAX_CACHED_DIRS: usize = 64;
 
 /// The longest path in one system call, bytes; the system's limit is 4096.
 const PATH: usize = 3840;
@@ -39,7 +39,7 @@ pub struct Nodes {
     hand: u64,
     root: Arc<OwnedFd>,
     /// The directories that are kept open. The most recently used one is the last.
-    kept: VecDeque<(u64, Arc<OwnedFd>)>,
+    cached_dirs: VecDeque<(u64, Arc<OwnedFd>)>,
 }
 
 struct Node {
@@ -77,7 +77,7 @@ impl Nodes {
             most,
             hand: 0,
             root: Arc::new(root),
-            kept: VecDeque::new(),
+            cached_dirs: VecDeque::new(),
         }
     }
 
@@ -182,7 +182,7 @@ impl Nodes {
     pub fn clear(&mut self) {
         self.by_number.clear();
         self.by_identity.clear();
-        self.kept.clear();
+        self.cached_dirs.clear();
     }
 
     /// Removes a node, and the directories above it that were needed only for it.
@@ -190,7 +190,7 @@ impl Nodes {
         let mut number = number;
         while let Some(node) = self.by_number.remove(&number) {
             self.by_identity.remove(&node.identity);
-            self.kept.retain(|(kept, _)| *kept != number);
+            self.cached_dirs.retain(|(cached, _)| *cached != number);
             number = node.parent;
             let Some(above) = self.by_number.get_mut(&number) else { return };
             above.children = above.children.saturating_sub(1);
@@ -228,12 +228,12 @@ impl Nodes {
         node.used = true;
         let (identity, is_attached) = (node.identity, node.is_attached);
         let (mut names, mut at) = (Vec::new(), number);
-        let kept = loop {
+        let cached = loop {
             if at == ROOT {
                 break None;
             }
             // The most recent directories are the most likely.
-            if let Some(place) = self.kept.iter().rposition(|(kept, _)| *kept == at) {
+            if let Some(place) = self.cached_dirs.iter().rposition(|(cached, _)| *cached == at) {
                 break Some(place);
             }
             let node = self.by_number.get(&at).ok_or(Errno::STALE)?;
@@ -256,9 +256,9 @@ impl Nodes {
         paths.push(path);
         let paths = paths.into_iter().filter(|path| !path.is_empty());
         let paths = paths.map(|path| CString::new(path).map_err(|_| Errno::INVAL)).collect::<Result<_>>()?;
-        let from = match kept.and_then(|place| self.kept.remove(place)) {
+        let from = match cached.and_then(|place| self.cached_dirs.remove(place)) {
             Some(directory) => {
-                self.kept.push_back(directory.clone());
+                self.cached_dirs.push_back(directory.clone());
                 directory.1
             }
             None => self.root(),
@@ -274,11 +274,11 @@ impl Nodes {
     /// space becomes free when the host removes it.
     pub fn keep(&mut self, number: u64, directory: &Arc<OwnedFd>) {
         let may_be = self.by_number.get(&number).is_some_and(|node| node.is_attached);
-        if may_be && self.kept.iter().all(|(kept, _)| *kept != number) {
-            if self.kept.len() >= MOST_KEPT {
-                self.kept.pop_front();
+        if may_be && self.cached_dirs.iter().all(|(cached, _)| *cached != number) {
+            if self.cached_dirs.len() >= MAX_CACHED_DIRS {
+                self.cached_dirs.pop_front();
             }
-            self.kept.push_back((number, Arc::clone(directory)));
+            self.cached_dirs.push_back((number, Arc::clone(directory)));
         }
     }
 }

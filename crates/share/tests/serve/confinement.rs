@@ -19,12 +19,12 @@ fn field(status: &str, name: &str) -> String {
 fn every_thread_has_few_capabilities_and_a_filter() {
     let (server, _kernel, _) = Server::sharing(Access::ReadWrite);
     // CHOWN, DAC_OVERRIDE, FOWNER, FSETID, SETGID, SETUID, SETFCAP.
-    let kept = format!("{:016x}", 0b1101_1011_u64 | 1 << 31);
+    let retained = format!("{:016x}", 0b1101_1011_u64 | 1 << 31);
     let mut threads = 0;
     for thread in fs::read_dir(format!("/proc/{}/task", server.pid)).unwrap() {
         let status = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
         for set in ["CapPrm", "CapEff", "CapBnd"] {
-            assert_eq!(field(&status, set), kept, "{set}");
+            assert_eq!(field(&status, set), retained, "{set}");
         }
         for set in ["CapInh", "CapAmb"] {
             assert_eq!(field(&status, set), "0000000000000000", "{set}");
@@ -40,8 +40,8 @@ fn every_thread_has_few_capabilities_and_a_filter() {
 fn it_has_namespaces_of_its_own_and_sees_its_shares_only() {
     let (server, _kernel, _) = Server::sharing(Access::ReadWrite);
     for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup"] {
-        let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{namespace}")).unwrap();
-        assert_ne!(of(&server.pid.to_string()), of("self"), "{namespace}");
+        let namespace_of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{namespace}")).unwrap();
+        assert_ne!(namespace_of(&server.pid.to_string()), namespace_of("self"), "{namespace}");
     }
     let mounts = server.proc("mountinfo");
     let points: BTreeSet<&str> = mounts.lines().filter_map(|line| line.split(' ').nth(4)).collect();

@@ -120,7 +120,7 @@ fn a_file_that_is_written_to_or_cut_loses_what_made_it_another_users_program() {
             // `write_flags` in `fuse_write_in`.
             message[40 + 20..40 + 24].copy_from_slice(&KILL_IN_WRITE.to_le_bytes());
             let answer = kernel.exchange(&message).unwrap();
-            kernel.said(&answer).unwrap();
+            kernel.parse(&answer).unwrap();
         }
         assert_eq!(fs::metadata(server.host().join(name)).unwrap().mode() & 0o7777, 0o711, "{name}");
     }

@@ -127,7 +127,7 @@ impl Kernel {
             Transport::Disk(disk, slot) => Some(disk.exchange(*slot, message)),
             Transport::Stream(stream) => {
                 stream.write_all(message).ok()?;
-                match Head::of(message) {
+                match Head::parse(message) {
                     Some(head) if !head.is_answered() => Some(Vec::new()),
                     _ => self.receive(),
                 }
@@ -156,7 +156,7 @@ impl Kernel {
     }
 
     /// Parses a response.
-    pub fn said(&self, answer: &[u8]) -> Answer<Vec<u8>> {
+    pub fn parse(&self, answer: &[u8]) -> Answer<Vec<u8>> {
         assert_eq!((u32_at(answer, 0) as usize, u64_at(answer, 8)), (answer.len(), self.unique));
         match u32_at(answer, 4).cast_signed() {
             0 => Ok(answer[16..].to_vec()),
@@ -168,7 +168,7 @@ impl Kernel {
     pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer<Vec<u8>> {
         let message = self.request(opcode, node, body);
         let answer = self.exchange(&message).expect("the server hung up");
-        self.said(&answer)
+        self.parse(&answer)
     }
 
     /// Sends the INIT request; returns the negotiated flags and the most bytes of a write.
@@ -238,7 +238,7 @@ impl Kernel {
     pub fn write(&mut self, node: u64, handle: u64, offset: u64, data: &[u8]) -> Answer<u32> {
         let message = self.write_request(node, handle, offset, data, libc::O_RDWR);
         let answer = self.exchange(&message).expect("the server hung up");
-        self.said(&answer).map(|answer| u32_at(&answer, 0))
+        self.parse(&answer).map(|answer| u32_at(&answer, 0))
     }
 
     pub fn read(&mut self, node: u64, handle: u64, offset: u64, size: u32) -> Answer<Vec<u8>> {

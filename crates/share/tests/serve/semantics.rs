@@ -52,7 +52,7 @@ fn direct_reads_and_writes_are_as_others() {
     for (offset, data) in [(0, vec![7; 8192]), (4096, vec![8])] {
         let message = kernel.write_request(file.node, handle, offset, &data, flags);
         let answer = kernel.exchange(&message).unwrap();
-        kernel.said(&answer).unwrap();
+        kernel.parse(&answer).unwrap();
     }
     for (offset, expected) in [(0, vec![7; 4096]), (4095, vec![7, 8, 7])] {
         let body = words(&[h0, h1, offset, 0, expected.len() as u32, 0, 0, 0, flags as u32, 0]);
@@ -208,7 +208,7 @@ fn what_is_written_to_mapped_memory_lands_where_it_was_and_what_is_appended_at_t
     let mut write = |handle: u64, offset: u64, data: &[u8], flags: i32| {
         let message = kernel.write_request(file.node, handle, offset, data, flags);
         let answer = kernel.exchange(&message).unwrap();
-        kernel.said(&answer).unwrap();
+        kernel.parse(&answer).unwrap();
     };
     write(appending, 0, b"first second", O_RDWR | O_APPEND);
     // A kernel writes pages back without a process's flags.

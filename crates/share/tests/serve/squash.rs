@@ -97,8 +97,8 @@ impl Squashing {
                 Ok(self.entry(node))
             }
             op::RMDIR => {
-                let gone = self.named(&name(0))?;
-                self.files.retain(|file| file.1 != gone);
+                let removed = self.named(&name(0))?;
+                self.files.retain(|file| file.1 != removed);
                 Ok(Vec::new())
             }
             op::OPEN | op::OPENDIR => Ok(vec![0; 16]),

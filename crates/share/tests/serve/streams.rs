@@ -63,10 +63,10 @@ fn there_are_as_many_streams_as_requests_at_a_time_and_none_waits() {
     let began = std::time::Instant::now();
     loop {
         let mut next = server.connect_raw();
-        let asked = next.write_all(KEY.as_bytes()).is_ok();
+        let is_open = next.write_all(KEY.as_bytes()).is_ok();
         let mut next = Kernel::over(next);
         let init = next.request(26, 0, &[0; 64]);
-        if asked && next.exchange(&init).is_some() {
+        if is_open && next.exchange(&init).is_some() {
             break;
         }
         assert!(began.elapsed() < Duration::from_secs(60), "its place is kept");

@@ -13,7 +13,10 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::{
     passing::Passing,
-    wire::{Device, Disk, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig, VmInfo},
+    wire::{
+        Device, Disk, Net, PciDevice, Ping, Resize, ResizeZone, Restore, RestoredNet, Snapshot, VmConfig,
+        VmInfo,
+    },
 };
 pub use crate::http::ApiError;
 use crate::http::{Call, one_line, read, write};
@@ -36,6 +39,11 @@ impl Api {
     /// Returns the API of the same VMM, whose socket is now in `run_dir`.
     pub fn moved(&self, run_dir: &Path) -> Self {
         Self::new(run_dir, self.limit)
+    }
+
+    /// Returns the API of the same VMM, whose calls may take `factor` times as long.
+    pub fn lasting(&self, factor: u32) -> Self {
+        Self::new(&self.run_dir, self.limit * factor)
     }
 
     /// Returns the VMM's version and process.
@@ -74,10 +82,13 @@ impl Api {
         self.put("vm.snapshot", Some(&snapshot)).await
     }
 
-    /// Creates the VM from a snapshot, paused.
-    pub async fn restore(&self, dir: &Path) -> Result<(), ApiError> {
-        let restore = Restore { source_url: url(dir), prefault: false };
-        self.put("vm.restore", Some(&restore)).await
+    /// Creates the VM from a snapshot, paused. `nics` are the network cards that it had, each with its open tap.
+    pub async fn restore(&self, dir: &Path, nics: Vec<(String, OwnedFd)>) -> Result<(), ApiError> {
+        let (ids, taps): (Vec<_>, Vec<_>) = nics.into_iter().unzip();
+        let net_fds = ids.into_iter().map(|id| RestoredNet { id, num_fds: 1 }).collect();
+        let restore = Restore { source_url: url(dir), prefault: false, net_fds };
+        let due = &[StatusCode::NO_CONTENT];
+        self.call(Method::PUT, "vm.restore", write(&restore)?, taps, due).await.map(drop)
     }
 
     /// Attaches a disk.

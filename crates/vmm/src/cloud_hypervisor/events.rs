@@ -33,7 +33,7 @@ pub struct Event {
 
 impl Event {
     /// Returns whether this is the event `name` of the VM.
-    pub fn is(&self, name: &str) -> bool {
+    pub fn is_named(&self, name: &str) -> bool {
         self.source == "vm" && self.name == name
     }
 
@@ -111,9 +111,9 @@ mod tests {
               \"source\": \"vm\"\n}\n\n\
               {\"source\": \"vm\", \"event\": \"device-removed\", \"properties\": {\"id\": \"disk-a\"}}\n\n",
         );
-        assert!(events.next().await.unwrap().is("booted"));
+        assert!(events.next().await.unwrap().is_named("booted"));
         let removed = events.next().await.unwrap();
-        assert!(removed.is("device-removed") && removed.device() == Some("disk-a"), "{removed:?}");
+        assert!(removed.is_named("device-removed") && removed.device() == Some("disk-a"), "{removed:?}");
         assert_eq!(events.next().await, None);
     }
 

@@ -56,8 +56,13 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     wire::Memory { size: 0, shared: false, hotplug_method, zones: vec![zone] }
 }
 
-/// Returns the files that a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to them.
-pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
+/// Returns the files that a VMM must inherit to restore a copy of `frozen`, to which links in `jail` lead; and the names of the
+/// network cards that the frozen VM had.
+pub fn source(
+    spec: &VmSpec,
+    frozen: &Frozen,
+    jail: &mut Jail,
+) -> Result<([OwnedFd; 3], Vec<String>), VmmError> {
     let open = |name| frozen.open(&spec.pod, name);
     let (memory, state, config) = (open(MEMORY)?, open(STATE)?, open(CONFIG)?);
     let malformed = |reason: String| VmmError::Malformed {
@@ -67,6 +72,7 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
     };
     let config = read(config.into()).map_err(|error| malformed(error.to_string()))?;
     let config = of_copy(config, spec, memory.as_raw_fd()).map_err(malformed)?;
+    let nics = nics(&config);
     let mut link = || -> io::Result<OwnedFd> {
         let mut file = File::from(memfd_create(CONFIG, MemfdFlags::CLOEXEC)?);
         file.write_all(config.to_string().as_bytes())?;
@@ -76,7 +82,13 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
         Ok(file.into())
     };
     let config = link().map_err(path_error(&spec.pod, "prepare", DIR.into()))?;
-    Ok([memory, state, config])
+    Ok(([memory, state, config], nics))
+}
+
+/// Returns the names of the network cards in a configuration.
+fn nics(config: &Value) -> Vec<String> {
+    let nics = config.get("net").and_then(Value::as_array).into_iter().flatten();
+    nics.filter_map(|nic| Some(nic.get("id")?.as_str()?.to_owned())).collect()
 }
 
 fn read(config: File) -> io::Result<Value> {

@@ -7,16 +7,18 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_process::Process;
-use tokio::sync::broadcast;
+use tokio::{sync::broadcast, time::Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     api::{self, Api},
+    checkpoint,
     events::{self, Event, Events},
+    opened::Opened,
     template, wire,
 };
 use crate::{
-    DiskSpec, HotpluggedMemory, Vcpus, VmmError, hotplug,
+    Destination, DiskRecord, DiskSpec, HotpluggedMemory, SavedDisk, Vcpus, VmmError, hotplug,
     http::ApiError,
     jail_dir::disk_path,
     jailed::{Jailed, VmDriver, VmmProcess},
@@ -33,6 +35,7 @@ const EVENTS: usize = 16;
 pub struct CloudHypervisorVm {
     pub(super) api: Api,
     pub(super) events: EventReader,
+    pub(super) opened: Opened,
 }
 
 #[async_trait]
@@ -47,13 +50,15 @@ impl VmDriver for CloudHypervisorVm {
     }
 
     fn assigned(&self, run_dir: &Path) -> Self {
-        Self { api: self.api.moved(run_dir), events: self.events.clone() }
+        Self { api: self.api.moved(run_dir), events: self.events.clone(), opened: self.opened.clone() }
     }
 
     async fn attach_disk(&self, vm: &Jailed, disk: &DiskSpec, call: &str) -> Result<(), VmmError> {
         // The disk stays in the jail until the VMM has responded.
         let _mounted = vm.mount(call, std::slice::from_ref(disk)).await?;
-        vm.process.call(call, self.api.add_disk(&self::disk(disk))).await.map(drop)
+        vm.process.call(call, self.api.add_disk(&self::disk(disk))).await?;
+        self.opened.add(std::slice::from_ref(disk));
+        Ok(())
     }
 
     async fn detach_disk(&self, vm: &Jailed, serial: &str, call: &str) -> Result<(), VmmError> {
@@ -66,8 +71,11 @@ impl VmDriver for CloudHypervisorVm {
         }
         let limit = vm.call_timeout;
         let released = tokio::time::timeout(limit, self.released(vm, &id, call, events)).await;
-        released
-            .unwrap_or_else(|_| Err(VmmError::Hung { pod: vm.pod().clone(), call: call.to_owned(), limit }))
+        released.unwrap_or_else(|_| {
+            Err(VmmError::Hung { pod: vm.pod().clone(), call: call.to_owned(), limit })
+        })?;
+        self.opened.remove(serial);
+        Ok(())
     }
 
     async fn hotplugged_memory(&self, vm: &Jailed) -> Result<Option<HotpluggedMemory>, VmmError> {
@@ -116,12 +124,33 @@ impl VmDriver for CloudHypervisorVm {
     }
 
     async fn resume(&self, vm: &Jailed) -> Result<(), VmmError> {
-        vm.process.call("resuming the guest", self.api.resume()).await
+        const CALL: &str = "resuming the guest";
+        match vm.process.call(CALL, self.api.resume()).await {
+            // The VMM refuses it if the guest runs.
+            Err(refused @ VmmError::Refused { .. }) => {
+                match vm.process.call(CALL, self.api.info()).await?.state {
+                    wire::VmState::Running => Ok(()),
+                    _ => Err(refused),
+                }
+            }
+            resumed => resumed,
+        }
     }
 
     async fn snapshot(&self, vm: &Jailed, dir: &Path) -> Result<(), VmmError> {
         self.pause(vm).await?;
         vm.process.call("freezing the guest", self.api.snapshot(dir)).await
+    }
+
+    async fn checkpoint(
+        &self,
+        vm: &Jailed,
+        to: &Destination,
+        disks: &[DiskRecord],
+        freezable: Instant,
+    ) -> Result<Vec<SavedDisk>, VmmError> {
+        tokio::time::sleep_until(freezable).await;
+        checkpoint::save(vm, &self.api, &self.opened, to, disks).await
     }
 }
 
@@ -142,7 +171,7 @@ impl CloudHypervisorVm {
     ) -> Result<(), VmmError> {
         loop {
             match events.recv().await {
-                Ok(event) if event.is("device-removed") && event.device() == Some(id) => return Ok(()),
+                Ok(event) if event.is_named("device-removed") && event.device() == Some(id) => return Ok(()),
                 Ok(_) => {}
                 // The event may be among those that were missed.
                 Err(broadcast::error::RecvError::Lagged(_)) if !self.has(vm, id, call).await? => {
@@ -174,7 +203,7 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
         path: disk_path(&disk.serial),
         readonly: disk.read_only,
         image_type: wire::ImageType::Raw,
-        rate_limiter_config: RateLimiter::of(disk.limits),
+        rate_limiter_config: RateLimiter::from_limits(disk.limits),
     }
 }
 
@@ -210,7 +239,7 @@ async fn forward(
 ) {
     while let Some(event) = events.next().await {
         tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "event of a VMM");
-        if event.is("rebooting") {
+        if event.is_named("rebooting") {
             let _ = cause.set("its guest reset itself");
             if let Err(error) = process.kill() {
                 tracing::error!(pid = process.pid(), %error, "cannot kill a VMM whose guest resets itself");

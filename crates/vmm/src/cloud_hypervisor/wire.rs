@@ -222,6 +222,18 @@ pub struct Restore {
     pub source_url: String,
     /// Whether to read all memory at once, not page by page on demand.
     pub prefault: bool,
+    /// Network cards of the snapshot. Their taps are passed beside it. The published description lacks this.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub net_fds: Vec<RestoredNet>,
+}
+
+/// A network card of a snapshot.
+#[derive(Debug, Clone, Serialize)]
+pub struct RestoredNet {
+    /// Name of the device.
+    pub id: String,
+    /// Number of taps that are passed for the device.
+    pub num_fds: usize,
 }
 
 /// The response to `vmm.ping`.

@@ -132,7 +132,7 @@ impl Slots {
         self.taken[slot] = Some(Entry { slot, sectors, serial: disk.serial.clone() });
         // The index comes before the patch of the drive: only the patch notifies the guest.
         self.store()?;
-        let rate_limiter = RateLimiter::of(disk.limits);
+        let rate_limiter = RateLimiter::from_limits(disk.limits);
         Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: disk_path(&disk.serial), rate_limiter })
     }
 

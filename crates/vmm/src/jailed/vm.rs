@@ -15,8 +15,8 @@ use tokio::time::Instant;
 
 use super::VmmProcess;
 use crate::{
-    AgentStream, DiskSpec, FREEZABLE, HotpluggedMemory, MEMORY, ShareListener, ShareTransport, Vcpus, Vm,
-    VmExit, VmRecord, VmmError, hotplug,
+    AgentStream, Destination, DiskRecord, DiskSpec, FREEZABLE, HotpluggedMemory, MEMORY, SavedDisk,
+    ShareListener, ShareTransport, Vcpus, Vm, VmExit, VmRecord, VmmError, hotplug,
     http::ApiError,
     jail_dir::{JailDir, disk_path},
     mounted_disk::{self, MountedDisk},
@@ -73,6 +73,15 @@ pub trait VmDriver: fmt::Debug + Send + Sync + Sized + 'static {
 
     /// Stops the CPUs and writes the files of [`VmDriver::SNAPSHOT`] to `dir`, a path in the jail.
     async fn snapshot(&self, vm: &Jailed, dir: &Path) -> Result<(), VmmError>;
+
+    /// Pauses and saves the guest, as [`Vm::checkpoint`] does, not before `freezable` (see [`FREEZABLE`]).
+    async fn checkpoint(
+        &self,
+        vm: &Jailed,
+        to: &Destination,
+        disks: &[DiskRecord],
+        freezable: Instant,
+    ) -> Result<Vec<SavedDisk>, VmmError>;
 
     /// Frees what a frozen VM's memory file need not hold.
     fn compact_memory(_: &Path) -> io::Result<()> {
@@ -247,6 +256,10 @@ impl<D: VmDriver> Vm for JailedVm<D> {
         let snapshot = jail_dir.make_dir(FROZEN).map_err(path_error(pod, "create", FROZEN.into()))?;
         self.driver.snapshot(&self.vm, &snapshot).await?;
         store::<D>(jail_dir, dir).map_err(path_error(pod, "store a frozen VM in", dir.to_owned()))
+    }
+
+    async fn checkpoint(&self, to: &Destination, disks: &[DiskRecord]) -> Result<Vec<SavedDisk>, VmmError> {
+        self.driver.checkpoint(&self.vm, to, disks, self.freezable).await
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {

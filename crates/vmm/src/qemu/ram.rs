@@ -67,7 +67,7 @@ pub fn split(stream: impl BufRead, state: impl Write, memory: &File, bytes: u64)
         stored: 0,
     };
     let to = Bounded { to: state, left: MAX_STATE };
-    Splitter { from: stream, to, main: Vec::new(), is_main: false, memory }.split()
+    Splitter { from: stream, to, main: Vec::new(), others: Vec::new(), is_main: false, memory }.split()
 }
 
 /// What takes a number of bytes and no more.
@@ -96,6 +96,8 @@ struct Splitter<'a, R, W> {
     to: W,
     /// The name of the block that is the guest's memory.
     main: Vec<u8>,
+    /// The names of the others.
+    others: Vec<Vec<u8>>,
     /// Whether the last page was of that block.
     is_main: bool,
     memory: Memory<'a>,
@@ -267,6 +269,8 @@ impl<R: BufRead, W: Write> Splitter<'_, R, W> {
                     )));
                 }
                 self.main = name;
+            } else {
+                self.others.push(name);
             }
             left = left.checked_sub(length).ok_or_else(|| malformed("its blocks are too long".into()))?;
             if left == 0 {
@@ -287,6 +291,11 @@ impl<R: BufRead, W: Write> Splitter<'_, R, W> {
         let [length] = self.read::<1>()?;
         let name = self.read_bytes(length.into())?;
         self.is_main = name == self.main;
+        // A copy's memory may have the name that no block has here.
+        if !self.is_main && !self.others.contains(&name) {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            return Err(malformed(format!("a page is of {name:?}, which is not among its blocks")));
+        }
         Ok(name)
     }
 
@@ -452,6 +461,7 @@ mod tests {
             (Stream::begun().blocks(b"another", MIB), "not among its blocks"),
             (Stream::begun().page(MADE, 0, 1), "does not begin with a list"),
             (begun().page(MADE, MIB, 1), "beyond the guest's memory"),
+            (begun().page(IN_FILE, 0, 1), "is of \"memory0\", which is not among its blocks"),
             (begun().page(MADE, 0, 1).page(MADE, 0, 1), "comes twice"),
             (begun().with(&0x40_u64.to_be_bytes()), "unknown flags 0x40"),
             (begun().ended().with(&[4, 0, 0, 0, 9]), "something else"),

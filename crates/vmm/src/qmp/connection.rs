@@ -108,7 +108,7 @@ impl Waits {
 
     /// Returns the number of waits that are kept.
     #[cfg(test)]
-    pub(super) fn kept(&self) -> usize {
+    pub(super) fn pending(&self) -> usize {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().flatten().count()
     }
 }

@@ -46,7 +46,7 @@ impl Events {
     }
 
     /// Returns what was heard of a container.
-    pub fn of(&self, container: &str) -> Heard {
+    pub fn of_container(&self, container: &str) -> Heard {
         self.heard.lock().unwrap_or_else(PoisonError::into_inner).get(container).cloned().unwrap_or_default()
     }
 }
@@ -63,8 +63,9 @@ fn note(to: &Mutex<BTreeMap<String, Heard>>, envelope: &Envelope) {
     let is_exec = !process.is_empty();
     let all = heard.entry(container).or_default().entry(process).or_default();
     // The worker after one that was killed cannot know whether an exec's exit was heard, and reports it again; containerd takes no
-    // notice of the second.
-    if !(is_exec && what.starts_with("TaskExit") && all.contains(&what)) {
+    // notice of the second. A kernel with control groups of version 1 reports a want of memory once more when the group goes.
+    let may_repeat = (is_exec && what.starts_with("TaskExit")) || what == "TaskOOM";
+    if !(may_repeat && all.contains(&what)) {
         all.push(what);
     }
 }

@@ -86,7 +86,7 @@ impl Images {
     /// Runs random images until `end`; one alone if it is asked for.
     pub async fn until(&mut self, end: Instant, seed: u64, only: Option<u64>) -> Result<()> {
         let began = Instant::now();
-        let mut said = Instant::now();
+        let mut last_report = Instant::now();
         for number in only.unwrap_or(0).. {
             let image = random(&mut StdRng::seed_from_u64(seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)));
             let compared = self.compared(&image.parts).await?;
@@ -94,8 +94,8 @@ impl Images {
             if let Compared::Unlike(difference) = compared {
                 self.look_closer(seed, number, image.parts, difference).await?;
             }
-            if said.elapsed() > Duration::from_secs(20) || only.is_some() {
-                said = Instant::now();
+            if last_report.elapsed() > Duration::from_secs(20) || only.is_some() {
+                last_report = Instant::now();
                 println!("{:4.0} s: {}", began.elapsed().as_secs_f64(), self.summary());
             }
             if Instant::now() >= end || only.is_some() {
@@ -132,7 +132,7 @@ impl Images {
         parts: Vec<Part>,
         difference: Vec<String>,
     ) -> Result<()> {
-        println!("image {number} of seed {seed}: {}", told(&difference));
+        println!("image {number} of seed {seed}: {}", excerpt(&difference));
         match self.compared(&parts).await? {
             Compared::Unlike(lines) if lines.contains(&difference[0]) => {}
             _ => {
@@ -298,11 +298,11 @@ fn unlike_lines(runc: &[String], ours: &[String]) -> Vec<String> {
     ours.retain(|line| !OWN.contains(&path_of(line)) || has(&runc, path_of(line)));
     // A user who may list a directory, but not enter it, sees the same of every name on both.
     runc.retain(|line| !line.ends_with(" gone") || ours.contains(line));
-    let mut told = Vec::new();
-    for (of, one, other) in [("runc", &runc, &ours), ("sandboxer", &ours, &runc)] {
-        told.extend(one.difference(other).map(|line| format!("{of:9} {line}")));
+    let mut lines = Vec::new();
+    for (side, one, other) in [("runc", &runc, &ours), ("sandboxer", &ours, &runc)] {
+        lines.extend(one.difference(other).map(|line| format!("{side:9} {line}")));
     }
-    told
+    lines
 }
 
 /// Returns the path that a line is about.
@@ -321,7 +321,7 @@ fn fill(volume: &Path) -> Result<()> {
 }
 
 /// Returns lines of a difference, as many as are shown.
-fn told(lines: &[String]) -> String {
+fn excerpt(lines: &[String]) -> String {
     let shown: String = lines.iter().take(SHOWN).map(|line| format!("\n      {line}")).collect();
     format!("{} lines{shown}", lines.len())
 }
@@ -331,7 +331,7 @@ fn may_hide_links(parts: &[Part]) -> bool {
     let entries = || {
         parts
             .iter()
-            .filter_map(|part| if let Part::Entry(layer, of) = part { Some((layer, of)) } else { None })
+            .filter_map(|part| if let Part::Entry(layer, entry) = part { Some((layer, entry)) } else { None })
     };
     let lowest =
         entries().filter(|(_, entry)| matches!(entry.kind, Kind::Link(_))).map(|(layer, _)| layer).min();
@@ -348,24 +348,24 @@ struct Unlike {
 
 /// Returns a line without what differs by chance: the content of the pod's own files, and times of what was just made;
 /// without link counts unless the image has links, and without what [`COPIED`] and [`IN_MEMORY`] explain.
-fn comparable(line: &str, of: Unlike) -> String {
+fn comparable(line: &str, unlike: Unlike) -> String {
     let mut words = line.split(' ');
     let path = words.next().unwrap_or_default();
     let is_dir = line.contains(" dir ");
-    let mut kept = vec![path];
+    let mut compared = vec![path];
     for word in words {
         let is_time = word.starts_with("time=");
         let is_content = word.len() == 16 || word.starts_with("size=") || is_time;
-        let is_unlike = word.starts_with("links=") && !of.has_links
+        let is_unlike = word.starts_with("links=") && !unlike.has_links
             || is_content && OWN.contains(&path)
-            || is_dir && of.has_volumes && is_time
-            || is_dir && of.is_read_only && word.starts_with("user.");
+            || is_dir && unlike.has_volumes && is_time
+            || is_dir && unlike.is_read_only && word.starts_with("user.");
         if is_unlike {
             continue;
         }
-        kept.push(if is_time && word != "time=1700000000" { "time=new" } else { word });
+        compared.push(if is_time && word != "time=1700000000" { "time=new" } else { word });
     }
-    kept.join(" ")
+    compared.join(" ")
 }
 
 /// As kubelet gives one to every pod; without, runc has a copy of the host's.

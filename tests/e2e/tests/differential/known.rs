@@ -5,9 +5,7 @@
 pub struct Difference {
     /// What was compared, such as `answer of Pause`.
     pub what: String,
-    /// Of runc.
     pub runc: String,
-    /// Of the daemon.
     pub ours: String,
 }
 
@@ -90,8 +88,14 @@ pub const KNOWN: &[Known] = &[
         what: "state of an exec after Start",
         runc: "created*",
         ours: "stopped 128, Wait 128",
-        why: "an exec that could not be started: for runc's shim it is still to be started, or has ended well, for the daemon it \
-              has failed",
+        why: UNSTARTED,
+        ends: true,
+    },
+    Known {
+        what: "state of an exec after Start",
+        runc: "paused, Wait 0",
+        ours: "paused, Wait 128",
+        why: UNSTARTED,
         ends: true,
     },
     Known {
@@ -103,6 +107,8 @@ pub const KNOWN: &[Known] = &[
     },
 ];
 
+const UNSTARTED: &str = "an exec that could not be started: for runc's shim it is still to be started, or has ended well, for the \
+                         daemon it has failed";
 const STOPPED: &str =
     "the process has ended: the daemon says that it is gone, runc's shim `cannot … a stopped process`";
 const PAUSED: &str = "the container is paused: runc's shim says `cannot exec in a paused state` and no code";

@@ -34,12 +34,12 @@ use tasks::Run;
 
 fn main() -> ExitCode {
     let seconds = std::env::var("SANDBOXER_E2E_DIFFERENTIAL").ok();
-    let is_asked = seconds.is_some();
+    let is_enabled = seconds.is_some();
     let seconds = seconds.and_then(|seconds| seconds.parse().ok()).unwrap_or(60);
     let trial = |name: &str, subject: Subject| {
         let run =
             move || run(Duration::from_secs(seconds), subject).map_err(|error| format!("{error:#}").into());
-        Trial::test(format!("differential::{name}"), run).with_ignored_flag(!is_asked)
+        Trial::test(format!("differential::{name}"), run).with_ignored_flag(!is_enabled)
     };
     let trials = vec![trial("tasks", Subject::Tasks), trial("images", Subject::Images)];
     // One stack at a time.
@@ -91,7 +91,7 @@ fn run(time: Duration, subject: Subject) -> Result<()> {
             handler,
             name: format!("differential-{name}"),
         };
-        let containerd = Containerd::of(&stack)?;
+        let containerd = Containerd::of_stack(&stack)?;
         let cases = [case("runc", "control"), case(ours, "subject")];
         let [runc, ours] = cases.clone();
         let failing = match ours.in_vm() {

@@ -21,16 +21,18 @@ const TRIES: usize = 30;
 /// A part of an image, or of a container of it.
 #[derive(Debug, Clone)]
 pub enum Part {
-    /// In this layer.
+    /// An entry of this layer.
     Entry(usize, Entry),
-    /// Of the image's configuration.
+    /// A volume in the image's configuration, like the two that follow.
     Volume(String),
-    /// As that.
     User(String),
-    /// As that.
     Directory(String),
     /// A directory of the host, or a file, at this path.
-    Mount { path: String, file: bool, read_only: bool },
+    Mount {
+        path: String,
+        file: bool,
+        read_only: bool,
+    },
     /// The container cannot write to its root.
     ReadOnly,
     /// The container's user.
@@ -68,7 +70,7 @@ pub fn base() -> Vec<Entry> {
     ]
 }
 
-fn of<T: Clone + Default>(rng: &mut StdRng, all: &[T]) -> T {
+fn pick<T: Clone + Default>(rng: &mut StdRng, all: &[T]) -> T {
     all.choose(rng).cloned().unwrap_or_default()
 }
 
@@ -104,13 +106,13 @@ fn is_fit(tree: &Tree, entry: &Entry) -> bool {
 fn entry(rng: &mut StdRng, tree: &Tree, paths: &[String], is_hostile: bool) -> Entry {
     let kernels = |dir: &String| matches!(dir.as_str(), "proc" | "sys" | "dev");
     let path = if rng.random_bool(0.25) {
-        of(rng, paths)
+        pick(rng, paths)
     } else {
         let name = NAMES.choose(rng).copied().unwrap_or("a");
         let mut dirs = tree.dirs();
         dirs.retain(|dir| !kernels(dir));
         match rng.random_bool(0.6) {
-            true => format!("{}/{name}", of(rng, &dirs)),
+            true => format!("{}/{name}", pick(rng, &dirs)),
             false => name.to_owned(),
         }
     };
@@ -118,12 +120,12 @@ fn entry(rng: &mut StdRng, tree: &Tree, paths: &[String], is_hostile: bool) -> E
     let kind = match rng.random_range(0..20) {
         0..=4 => Kind::Dir,
         5..=9 => {
-            let size = of(rng, &SIZES);
+            let size = pick(rng, &SIZES);
             Kind::File(vec![if rng.random_bool(0.3) { 0 } else { b'x' }; size])
         }
         10..=13 => Kind::Symlink(target(rng, paths)),
-        14 | 15 if is_hostile && rng.random_bool(0.2) => Kind::Link(of(rng, paths)),
-        14 | 15 if !files.is_empty() => Kind::Link(of(rng, &files)),
+        14 | 15 if is_hostile && rng.random_bool(0.2) => Kind::Link(pick(rng, paths)),
+        14 | 15 if !files.is_empty() => Kind::Link(pick(rng, &files)),
         14..=16 => Kind::Fifo,
         17 => match rng.random_bool(0.5) {
             true => Kind::Char(1, 3),
@@ -132,8 +134,8 @@ fn entry(rng: &mut StdRng, tree: &Tree, paths: &[String], is_hostile: bool) -> E
         18 => Kind::Whiteout,
         _ => Kind::Opaque,
     };
-    let mut entry = Entry::new(&path, kind, of(rng, &MODES));
-    entry.owner = (of(rng, &OWNERS), of(rng, &OWNERS));
+    let mut entry = Entry::new(&path, kind, pick(rng, &MODES));
+    entry.owner = (pick(rng, &OWNERS), pick(rng, &OWNERS));
     let takes_attributes = matches!(entry.kind, Kind::File(_) | Kind::Dir);
     if takes_attributes && rng.random_bool(0.15) {
         // cap_net_bind_service, effective and permitted, as setcap(8) writes it.
@@ -148,7 +150,7 @@ fn entry(rng: &mut StdRng, tree: &Tree, paths: &[String], is_hostile: bool) -> E
 
 /// Returns what a symbolic link says.
 fn target(rng: &mut StdRng, paths: &[String]) -> String {
-    let path = of(rng, paths);
+    let path = pick(rng, paths);
     match rng.random_range(0..8) {
         0 => format!("/{path}"),
         1 => path,
@@ -206,7 +208,7 @@ fn container(rng: &mut StdRng, tree: &Tree, paths: &[String], is_hostile: bool, 
         parts.push(Part::User(user.to_owned()));
     }
     if rng.random_bool(0.1) {
-        parts.push(Part::RunAs(of(rng, &[0, 1000, 4242])));
+        parts.push(Part::RunAs(pick(rng, &[0, 1000, 4242])));
     }
     if rng.random_bool(0.15) {
         parts.push(Part::ReadOnly);
@@ -224,12 +226,12 @@ fn any_place(rng: &mut StdRng, tree: &Tree, paths: &[String], what: Use) -> Stri
     // The program that looks.
     there.retain(|path| path != "look");
     match rng.random_range(0..20) {
-        0..=5 => format!("/{}", of(rng, &there)),
-        6..=11 => format!("/{}/new", of(rng, &tree.dirs())),
+        0..=5 => format!("/{}", pick(rng, &there)),
+        6..=11 => format!("/{}/new", pick(rng, &tree.dirs())),
         12 | 13 => "/not/there/yet".to_owned(),
         // Also what a later layer has hidden or replaced, and what links lead to.
-        14..=16 => format!("/{}", of(rng, paths)),
-        17 | 18 => format!("/{}/new", of(rng, paths)),
+        14..=16 => format!("/{}", pick(rng, paths)),
+        17 | 18 => format!("/{}/new", pick(rng, paths)),
         _ => format!("/{}", NAMES.choose(rng).copied().unwrap_or("a")),
     }
 }

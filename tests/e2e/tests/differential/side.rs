@@ -22,7 +22,7 @@ use tokio::task::AbortHandle;
 use tonic::{Code, Status};
 
 use crate::known::Difference;
-use crate::steps::{LIMITS, Of, Part, Program, STREAMS, Step, init};
+use crate::steps::{LIMITS, Part, Program, STREAMS, Step, Target, init};
 
 /// Time for what happens by itself: an exit, an event, a removal.
 pub const PATIENCE: Duration = Duration::from_secs(25);
@@ -44,17 +44,17 @@ impl State {
     /// execs are passed over.
     pub fn unlike(&self, ours: &Self, step: &str) -> Vec<Difference> {
         let mut unlike = Vec::new();
-        let mut gone = None;
+        let mut missing = None;
         let names: BTreeSet<_> = self.0.keys().chain(ours.0.keys()).collect();
         for name in names {
             let [runc, ours] = [self, ours].map(|side| side.0.get(name).map_or("", String::as_str));
             let container = name.split('/').next();
-            if runc == ours || gone.is_some() && gone == container {
+            if runc == ours || missing.is_some() && missing == container {
                 continue;
             }
             let is_exec = name.contains('/');
             if !is_exec && runc.starts_with("NotFound") {
-                gone = container;
+                missing = container;
             }
             let what = format!("state of {} after {step}", if is_exec { "an exec" } else { "a container" });
             unlike.push(Difference { what, runc: runc.to_owned(), ours: ours.to_owned() });
@@ -85,7 +85,7 @@ pub struct Side {
     containers: BTreeMap<String, Vec<Mount>>,
     /// The last one in each place.
     current: BTreeMap<usize, String>,
-    processes: BTreeMap<Of, Process>,
+    processes: BTreeMap<Target, Process>,
     by_cri: BTreeMap<usize, ByCri>,
 }
 
@@ -112,12 +112,12 @@ struct ByCri {
 }
 
 /// Returns how an answer is compared: what it says, or the error's code.
-fn told<T: ToString>(answer: Result<T, Status>) -> String {
-    answer.map_or_else(|error| format!("{:?}", error.code()), |told| told.to_string())
+fn comparable<T: ToString>(answer: Result<T, Status>) -> String {
+    answer.map_or_else(|error| format!("{:?}", error.code()), |value| value.to_string())
 }
 
 fn done(answer: Result<(), Status>) -> String {
-    told(answer.map(|()| "ok"))
+    comparable(answer.map(|()| "ok"))
 }
 
 impl Side {
@@ -171,15 +171,15 @@ impl Side {
 
     /// Returns whether the process that a step is about will end by it, as far as its program tells.
     pub fn will_end(&self, step: Step) -> bool {
-        let Some(of) = step.of() else { return false };
-        let Some(process) = self.processes.get(&of) else { return false };
+        let Some(target) = step.target() else { return false };
+        let Some(process) = self.processes.get(&target) else { return false };
         match step {
             Step::Start { .. } => {
                 process.program.ends() || process.program == Program::Reads && process.fifos.is_closed()
             }
             Step::Kill { signal: 9, .. } => true,
             Step::Kill { signal: 15, .. } => process.program == Program::Traps,
-            Step::Kill { signal: 1 | 2 | 10, .. } => of.exec.is_some(),
+            Step::Kill { signal: 1 | 2 | 10, .. } => target.exec.is_some(),
             Step::CloseIo { .. } => process.started && process.program == Program::Reads,
             _ => false,
         }
@@ -223,71 +223,73 @@ impl Side {
     pub async fn perform(&mut self, step: Step) -> Result<String> {
         let containerd = self.containerd.clone();
         Ok(match step {
-            Step::Create { of, program, terminal, stalled } => {
-                self.create(of, program, terminal, stalled, None).await?
+            Step::Create { target, program, terminal, stalled } => {
+                self.create(target, program, terminal, stalled, None).await?
             }
-            Step::CreateTwice { of, program, within_ms } => {
-                self.create(of, program, false, false, Some(Duration::from_millis(within_ms))).await?
+            Step::CreateTwice { target, program, within_ms } => {
+                self.create(target, program, false, false, Some(Duration::from_millis(within_ms))).await?
             }
-            Step::Start { of } => {
-                let answer = containerd.start(&self.id(of.container), &of.exec_id()).await;
+            Step::Start { target } => {
+                let answer = containerd.start(&self.id(target.container), &target.exec_id()).await;
                 if answer.is_ok()
-                    && let Some(process) = self.processes.get_mut(&of)
+                    && let Some(process) = self.processes.get_mut(&target)
                 {
                     process.started = true;
                     process.ready().await;
                 }
                 done(answer)
             }
-            Step::Kill { of, signal, all } => {
-                done(containerd.kill(&self.id(of.container), &of.exec_id(), signal, all).await)
+            Step::Kill { target, signal, all } => {
+                done(containerd.kill(&self.id(target.container), &target.exec_id(), signal, all).await)
             }
             // Before its start an exec of runc's takes no notice, and never sees an end; here it does. A terminal hangs up,
             // which ends runc's own program that waits in it; a guest has none.
-            Step::CloseIo { of }
-                if self.processes.get(&of).is_some_and(|process| {
-                    !process.started && (of.exec.is_some() || process.has_terminal)
+            Step::CloseIo { target }
+                if self.processes.get(&target).is_some_and(|process| {
+                    !process.started && (target.exec.is_some() || process.has_terminal)
                 }) =>
             {
                 String::new()
             }
-            Step::CloseIo { of } => {
+            Step::CloseIo { target } => {
                 // As containerd's client: it closes its end first.
-                if let Some(process) = self.processes.get_mut(&of) {
+                if let Some(process) = self.processes.get_mut(&target) {
                     process.fifos.close_stdin();
                 }
-                done(containerd.close_io(&self.id(of.container), &of.exec_id()).await)
+                done(containerd.close_io(&self.id(target.container), &target.exec_id()).await)
             }
-            Step::Delete { of } => {
-                let answer = containerd.delete(&self.id(of.container), &of.exec_id()).await;
+            Step::Delete { target } => {
+                let answer = containerd.delete(&self.id(target.container), &target.exec_id()).await;
                 if answer.is_ok() {
                     self.processes.retain(|known, _| {
-                        *known != of && !(of.exec.is_none() && known.container == of.container)
+                        *known != target && !(target.exec.is_none() && known.container == target.container)
                     });
                 }
-                told(answer.map(|code| format!("ok, exit {code}")))
+                comparable(answer.map(|code| format!("ok, exit {code}")))
             }
-            Step::Stall { of } | Step::Read { of } => {
-                if let Some(process) = self.processes.get(&of) {
+            Step::Stall { target } | Step::Read { target } => {
+                if let Some(process) = self.processes.get(&target) {
                     process.fifos.stall(matches!(step, Step::Stall { .. }));
                 }
                 String::new()
             }
-            Step::Resize { of } => done(containerd.resize(&self.id(of.container), &of.exec_id()).await),
+            Step::Resize { target } => {
+                done(containerd.resize(&self.id(target.container), &target.exec_id()).await)
+            }
             Step::Pause { container } => done(containerd.pause(&self.id(container)).await),
             Step::Resume { container } => done(containerd.resume(&self.id(container)).await),
             Step::Update { container, limits } => {
                 done(containerd.update(&self.id(container), LIMITS[limits % LIMITS.len()]).await)
             }
-            Step::Pids { container } => told(containerd.pids(&self.id(container)).await.map(|_| "ok")),
+            Step::Pids { container } => comparable(containerd.pids(&self.id(container)).await.map(|_| "ok")),
             Step::PidsOften { container } => {
                 let mut answer = Ok("ok");
                 for _ in 0..STREAMS {
                     answer = answer.and(containerd.pids(&self.id(container)).await.map(|_| "ok"));
                 }
-                told(answer)
+                comparable(answer)
             }
-            Step::CreateUnnoted { of, program } => {
+            Step::CreateUnnoted { target, program } => {
                 if self.case.in_vm() {
                     arm(
                         &self.case.stack,
@@ -296,13 +298,13 @@ impl Side {
                     self.kill(Victim::Worker).await?;
                     let fifos = self.fifos(false, false)?;
                     let process = self.process(program, false)?;
-                    let id = self.id(of.container);
-                    let answer = containerd.exec(&id, &of.exec_id(), process, fifos.stdio()).await;
+                    let id = self.id(target.container);
+                    let answer = containerd.exec(&id, &target.exec_id(), process, fifos.stdio()).await;
                     ensure!(answer.is_err(), "an exec was added, of which the daemon has no note");
                 }
                 String::new()
             }
-            Step::Metrics { container } => told(containerd.metrics(&self.id(container)).await),
+            Step::Metrics { container } => comparable(containerd.metrics(&self.id(container)).await),
             Step::CriCreate { container, program } => self.cri_create(container, program).await?,
             Step::CriStart { container } => {
                 let id = self.cri_id(container);
@@ -325,17 +327,17 @@ impl Side {
                 let args = program.args();
                 let args: Vec<_> = args.iter().map(String::as_str).collect();
                 let answer = once_seen(|| self.case.cri.exec_sync(&id, &args, None)).await;
-                told(answer.map(|answer| {
+                comparable(answer.map(|answer| {
                     format!("ok, exit {}, {:?}", answer.exit_code, String::from_utf8_lossy(&answer.stdout))
                 }))
             }
             Step::CriAttach { container } => {
                 let id = self.cri_id(container);
                 let answer = once_seen(|| self.case.cri.attach(&id, false)).await;
-                if let (Ok(url), Some(of)) = (&answer, self.by_cri.get_mut(&container)) {
-                    of.attached = Session::open(url).await.ok();
+                if let (Ok(url), Some(entry)) = (&answer, self.by_cri.get_mut(&container)) {
+                    entry.attached = Session::open(url).await.ok();
                 }
-                told(answer.map(|_| "ok"))
+                comparable(answer.map(|_| "ok"))
             }
             Step::RestartContainerd { .. } => String::new(),
             Step::KillDaemon { part } => {
@@ -357,7 +359,6 @@ impl Side {
         tokio::task::spawn_blocking(move || stack.kill(victim)).await?.map(drop)
     }
 
-    /// Makes new FIFOs.
     fn fifos(&mut self, terminal: bool, stalled: bool) -> Result<Fifos> {
         self.made += 1;
         Fifos::make(&self.dir, &format!("f{}", self.made), terminal, stalled)
@@ -365,22 +366,22 @@ impl Side {
 
     async fn create(
         &mut self,
-        of: Of,
+        target: Target,
         program: Program,
         terminal: bool,
         stalled: bool,
         deadline: Option<Duration>,
     ) -> Result<String> {
         let fifos = self.fifos(terminal, stalled)?;
-        let is_new = !self.processes.contains_key(&of);
+        let is_new = !self.processes.contains_key(&target);
         let containerd = self.containerd.clone();
-        let answer = if of.exec.is_some() {
+        let answer = if target.exec.is_some() {
             let process = self.process(program, terminal)?;
-            containerd.exec(&self.id(of.container), &of.exec_id(), process, fifos.stdio()).await
+            containerd.exec(&self.id(target.container), &target.exec_id(), process, fifos.stdio()).await
         } else {
             let id = match is_new {
-                true => self.new_container(of.container, program, terminal).await?,
-                false => self.id(of.container),
+                true => self.new_container(target.container, program, terminal).await?,
+                false => self.id(target.container),
             };
             let mounts = self.containers.get(&id).cloned().unwrap_or_default();
             let create = |deadline| {
@@ -412,15 +413,15 @@ impl Side {
             }
         };
         if answer.is_ok() && is_new {
-            let mut process = Process::waited_for(containerd, self.id(of.container), of, program, fifos);
+            let mut process = Process::watch(containerd, self.id(target.container), target, program, fifos);
             process.has_terminal = terminal;
-            self.processes.insert(of, process);
+            self.processes.insert(target, process);
         }
         Ok(done(answer))
     }
 
     fn cri_id(&self, container: usize) -> String {
-        self.by_cri.get(&container).map_or_else(|| format!("none-{container}"), |of| of.id.clone())
+        self.by_cri.get(&container).map_or_else(|| format!("none-{container}"), |entry| entry.id.clone())
     }
 
     async fn cri_create(&mut self, container: usize, program: Program) -> Result<String> {
@@ -449,19 +450,19 @@ impl Side {
     /// Returns what there is, and in which state.
     pub async fn state(&self) -> State {
         let mut states = BTreeMap::new();
-        for (of, process) in &self.processes {
-            let state = self.containerd.state(&self.id(of.container), &of.exec_id()).await;
-            let state = told(state.map(|state| match state.name {
+        for (target, process) in &self.processes {
+            let state = self.containerd.state(&self.id(target.container), &target.exec_id()).await;
+            let state = comparable(state.map(|state| match state.name {
                 "stopped" => format!("stopped {}", state.exit),
                 name => name.to_owned(),
             }));
-            let waited = process.exited().map(|code| format!(", Wait {code}")).unwrap_or_default();
-            states.insert(of.to_string(), format!("{state}{waited}"));
+            let wait_result = process.exited().map(|code| format!(", Wait {code}")).unwrap_or_default();
+            states.insert(target.to_string(), format!("{state}{wait_result}"));
         }
-        for (container, of) in &self.by_cri {
-            let status = once_seen(|| self.case.cri.status(&of.id)).await;
+        for (container, entry) in &self.by_cri {
+            let status = once_seen(|| self.case.cri.status(&entry.id)).await;
             let status =
-                told(status.map(|(status, _)| {
+                comparable(status.map(|(status, _)| {
                     format!("{:?} {} {}", status.state(), status.exit_code, status.reason)
                 }));
             states.insert(init(*container).to_string(), status);
@@ -472,9 +473,9 @@ impl Side {
     /// Returns how much each program has written that has ended. Who stalled it reads the rest now.
     pub fn output(&self) -> String {
         let ended = self.processes.iter().filter(|(_, process)| process.exited().is_some());
-        let outputs = ended.map(|(of, process)| {
+        let outputs = ended.map(|(target, process)| {
             process.fifos.stall(false);
-            format!("{of} {} bytes", process.fifos.output().len())
+            format!("{target} {} bytes", process.fifos.output().len())
         });
         outputs.collect::<Vec<_>>().join("; ")
     }
@@ -485,9 +486,9 @@ impl Side {
         for process in self.processes.values() {
             process.fifos.stall(false);
         }
-        let left: Vec<_> = self.processes.keys().copied().filter(|of| of.exec.is_none()).collect();
-        for of in left {
-            let id = self.id(of.container);
+        let left: Vec<_> = self.processes.keys().copied().filter(|target| target.exec.is_none()).collect();
+        for target in left {
+            let id = self.id(target.container);
             let _ = self.containerd.resume(&id).await;
             let _ = self.containerd.kill(&id, "", 9, false).await;
             let began = Instant::now();
@@ -496,26 +497,34 @@ impl Side {
             {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
-            for exec in self.processes.keys().filter(|known| known.container == of.container) {
+            for exec in self.processes.keys().filter(|known| known.container == target.container) {
                 if exec.exec.is_some() {
                     let _ = self.containerd.delete(&id, &exec.exec_id()).await;
                 }
             }
-            match self.containerd.delete(&id, "").await {
+            // runc cannot remove the control group of a container whose execs have not all been reaped.
+            let mut deleted = self.containerd.delete(&id, "").await;
+            while began.elapsed() < PATIENCE
+                && deleted.as_ref().is_err_and(|error| error.code() == Code::Unknown)
+            {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                deleted = self.containerd.delete(&id, "").await;
+            }
+            match deleted {
                 Ok(_) => {}
                 Err(error) if error.code() == Code::NotFound => {}
-                Err(error) => failed.push(format!("{of} cannot be deleted: {:?}", error.code())),
+                Err(error) => failed.push(format!("{target} cannot be deleted: {:?}", error.code())),
             }
         }
         self.processes.clear();
-        for (container, of) in std::mem::take(&mut self.by_cri) {
-            drop(of.attached);
-            let _ = once_seen(|| self.case.cri.stop(&of.id, 0)).await;
+        for (container, entry) in std::mem::take(&mut self.by_cri) {
+            drop(entry.attached);
+            let _ = once_seen(|| self.case.cri.stop(&entry.id, 0)).await;
             let began = Instant::now();
-            let mut answer = self.case.cri.remove(&of.id).await;
+            let mut answer = self.case.cri.remove(&entry.id).await;
             while answer.is_err() && began.elapsed() < PATIENCE {
                 tokio::time::sleep(Duration::from_millis(100)).await;
-                answer = self.case.cri.remove(&of.id).await;
+                answer = self.case.cri.remove(&entry.id).await;
             }
             if let Err(error) = answer {
                 failed.push(format!("{} cannot be removed: {:?}", init(container), error.code()));
@@ -591,12 +600,12 @@ fn named(dir: &Path, id: &str, found: &mut Vec<String>) {
 
 impl Process {
     /// Waits for the end of a process, as containerd's clients do from its creation on.
-    fn waited_for(containerd: Containerd, id: String, of: Of, program: Program, fifos: Fifos) -> Self {
+    fn watch(containerd: Containerd, id: String, target: Target, program: Program, fifos: Fifos) -> Self {
         let exit = Arc::new(Mutex::new(None));
         let to = Arc::clone(&exit);
         let waiting = tokio::spawn(async move {
             loop {
-                match containerd.wait(&id, &of.exec_id()).await {
+                match containerd.wait(&id, &target.exec_id()).await {
                     Ok(code) => {
                         *to.lock().unwrap_or_else(PoisonError::into_inner) = Some(code);
                         return;

@@ -70,47 +70,45 @@ impl Program {
 
 /// A container, or an exec in it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Of {
+pub struct Target {
     /// Which container.
     pub container: usize,
     /// Which exec.
     pub exec: Option<usize>,
 }
 
-impl Of {
+impl Target {
     /// Returns the id of the exec, which is empty for the container.
     pub fn exec_id(self) -> String {
         self.exec.map(|exec| format!("e{exec}")).unwrap_or_default()
     }
 }
 
-impl fmt::Display for Of {
+impl fmt::Display for Target {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(to, "{}", ["A", "B"].get(self.container).unwrap_or(&"?"))?;
         self.exec.map_or(Ok(()), |exec| write!(to, "/{exec}"))
     }
 }
 
-impl fmt::Debug for Of {
+impl fmt::Debug for Target {
     fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, to)
     }
 }
 
 /// Returns a container.
-pub const fn init(container: usize) -> Of {
-    Of { container, exec: None }
+pub const fn init(container: usize) -> Target {
+    Target { container, exec: None }
 }
 
-/// Returns an exec.
-pub const fn exec(container: usize, exec: usize) -> Of {
-    Of { container, exec: Some(exec) }
+pub const fn exec(container: usize, exec: usize) -> Target {
+    Target { container, exec: Some(exec) }
 }
 
 /// What the processes of the daemon are, as far as a sequence ends them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// The worker.
     Worker,
     /// The front, and its worker with it.
     Front,
@@ -120,75 +118,132 @@ pub enum Part {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// Creates the task of a container, or adds an exec. The reader of one that is `stalled` stops when it is ready.
-    Create { of: Of, program: Program, terminal: bool, stalled: bool },
+    Create {
+        target: Target,
+        program: Program,
+        terminal: bool,
+        stalled: bool,
+    },
     /// Asks for a task with so little time that the caller may give up, and then again with enough.
-    CreateTwice { of: Of, program: Program, within_ms: u64 },
-    /// Starts it.
-    Start { of: Of },
+    CreateTwice {
+        target: Target,
+        program: Program,
+        within_ms: u64,
+    },
+    Start {
+        target: Target,
+    },
     /// Sends a signal.
-    Kill { of: Of, signal: u32, all: bool },
+    Kill {
+        target: Target,
+        signal: u32,
+        all: bool,
+    },
     /// Closes stdin.
-    CloseIo { of: Of },
-    /// Deletes it.
-    Delete { of: Of },
+    CloseIo {
+        target: Target,
+    },
+    Delete {
+        target: Target,
+    },
     /// Stops reading its output.
-    Stall { of: Of },
+    Stall {
+        target: Target,
+    },
     /// Reads its output again.
-    Read { of: Of },
+    Read {
+        target: Target,
+    },
     /// Sets the size of its terminal.
-    Resize { of: Of },
+    Resize {
+        target: Target,
+    },
     /// Freezes a container.
-    Pause { container: usize },
+    Pause {
+        container: usize,
+    },
     /// Thaws it.
-    Resume { container: usize },
+    Resume {
+        container: usize,
+    },
     /// Sets limits, one of [`LIMITS`].
-    Update { container: usize, limits: usize },
+    Update {
+        container: usize,
+        limits: usize,
+    },
     /// Lists processes.
-    Pids { container: usize },
+    Pids {
+        container: usize,
+    },
     /// Lists processes so often that a session's streams are used again; see [`STREAMS`].
-    PidsOften { container: usize },
+    PidsOften {
+        container: usize,
+    },
     /// Adds an exec, of which the daemon cannot make a note: it has to refuse it and to forget it. runc is not asked.
-    CreateUnnoted { of: Of, program: Program },
+    CreateUnnoted {
+        target: Target,
+        program: Program,
+    },
     /// Reads figures.
-    Metrics { container: usize },
+    Metrics {
+        container: usize,
+    },
     /// The same container by CRI: create.
-    CriCreate { container: usize, program: Program },
+    CriCreate {
+        container: usize,
+        program: Program,
+    },
     /// The same container by CRI: start.
-    CriStart { container: usize },
+    CriStart {
+        container: usize,
+    },
     /// Stop, with a grace period in seconds.
-    CriStop { container: usize, grace: i64 },
+    CriStop {
+        container: usize,
+        grace: i64,
+    },
     /// The same container by CRI: remove.
-    CriRemove { container: usize },
+    CriRemove {
+        container: usize,
+    },
     /// Run a program to its end.
-    CriExec { container: usize, program: Program },
+    CriExec {
+        container: usize,
+        program: Program,
+    },
     /// Attach, and read nothing.
-    CriAttach { container: usize },
+    CriAttach {
+        container: usize,
+    },
     /// Ends containerd, by SIGKILL if it is `killed`, and starts it.
-    RestartContainerd { killed: bool },
+    RestartContainerd {
+        killed: bool,
+    },
     /// Kills a part of the daemon.
-    KillDaemon { part: Part },
+    KillDaemon {
+        part: Part,
+    },
 }
 
 impl Step {
-    /// Returns its name.
     pub fn name(self) -> String {
         let text = format!("{self:?}");
         text.split([' ', '{']).next().unwrap_or_default().to_owned()
     }
 
     /// Returns which process it is about.
-    pub fn of(self) -> Option<Of> {
+    pub fn target(self) -> Option<Target> {
         match self {
-            Self::Create { of, .. }
-            | Self::CreateTwice { of, .. }
-            | Self::CreateUnnoted { of, .. }
-            | Self::Start { of }
-            | Self::Kill { of, .. }
-            | Self::CloseIo { of }
-            | Self::Delete { of }
-            | Self::Stall { of }
-            | Self::Read { of }
-            | Self::Resize { of } => Some(of),
+            Self::Create { target, .. }
+            | Self::CreateTwice { target, .. }
+            | Self::CreateUnnoted { target, .. }
+            | Self::Start { target }
+            | Self::Kill { target, .. }
+            | Self::CloseIo { target }
+            | Self::Delete { target }
+            | Self::Stall { target }
+            | Self::Read { target }
+            | Self::Resize { target } => Some(target),
             Self::Pause { container }
             | Self::Resume { container }
             | Self::Update { container, .. }
@@ -235,12 +290,12 @@ pub struct Fixed {
 
 /// Sequences that once showed a difference.
 pub fn corpus() -> Vec<Fixed> {
-    let create = |of, program| Step::Create { of, program, terminal: false, stalled: false };
-    let flooding = Step::Create { of: init(0), program: Program::Floods, terminal: false, stalled: true };
-    let kill = |of, signal| Step::Kill { of, signal, all: false };
-    let start = |of| Step::Start { of };
+    let create = |target, program| Step::Create { target, program, terminal: false, stalled: false };
+    let flooding = Step::Create { target: init(0), program: Program::Floods, terminal: false, stalled: true };
+    let kill = |target, signal| Step::Kill { target, signal, all: false };
+    let start = |target| Step::Start { target };
     let (a, b) = (init(0), init(1));
-    let twice = |within_ms| Step::CreateTwice { of: a, program: Program::Traps, within_ms };
+    let twice = |within_ms| Step::CreateTwice { target: a, program: Program::Traps, within_ms };
     let fixed = |name, steps| Fixed { name, steps };
     vec![
         fixed(
@@ -250,21 +305,21 @@ pub fn corpus() -> Vec<Fixed> {
                 start(b),
                 create(a, Program::Traps),
                 kill(a, 9),
-                Step::Delete { of: a },
+                Step::Delete { target: a },
             ],
         ),
         fixed("ended before its start", vec![create(a, Program::Traps), kill(a, 15)]),
-        fixed("deleted before its start", vec![create(a, Program::Traps), Step::Delete { of: a }]),
+        fixed("deleted before its start", vec![create(a, Program::Traps), Step::Delete { target: a }]),
         fixed(
             "an exec deleted before its start",
             vec![
                 create(a, Program::Traps),
                 start(a),
                 create(exec(0, 0), Program::Quick),
-                Step::Delete { of: exec(0, 0) },
+                Step::Delete { target: exec(0, 0) },
             ],
         ),
-        fixed("nobody reads the output", vec![flooding, start(a), Step::Delete { of: a }]),
+        fixed("nobody reads the output", vec![flooding, start(a), Step::Delete { target: a }]),
         fixed(
             "an end while containerd is down",
             vec![
@@ -289,7 +344,7 @@ pub fn corpus() -> Vec<Fixed> {
         ),
         fixed(
             "nothing more comes in, before its start",
-            vec![create(a, Program::Reads), Step::CloseIo { of: a }, start(a)],
+            vec![create(a, Program::Reads), Step::CloseIo { target: a }, start(a)],
         ),
         fixed(
             "an exec in a frozen container",
@@ -321,8 +376,8 @@ pub fn corpus() -> Vec<Fixed> {
                 create(exec(0, 0), Program::Deaf),
                 start(exec(0, 0)),
                 kill(a, 9),
-                Step::Delete { of: exec(0, 0) },
-                Step::Delete { of: a },
+                Step::Delete { target: exec(0, 0) },
+                Step::Delete { target: a },
             ],
         ),
         fixed(
@@ -334,7 +389,7 @@ pub fn corpus() -> Vec<Fixed> {
             vec![
                 create(a, Program::Traps),
                 start(a),
-                Step::CreateUnnoted { of: exec(0, 0), program: Program::Deaf },
+                Step::CreateUnnoted { target: exec(0, 0), program: Program::Deaf },
                 create(exec(0, 0), Program::Quick),
                 start(exec(0, 0)),
             ],
@@ -380,23 +435,23 @@ pub fn random(rng: &mut StdRng) -> Vec<Step> {
     steps
 }
 
-fn note(stages: &mut BTreeMap<Of, Stage>, step: Step) {
+fn note(stages: &mut BTreeMap<Target, Stage>, step: Step) {
     match step {
-        Step::Create { of, .. } | Step::CreateTwice { of, .. } => {
-            stages.entry(of).or_insert(Stage::Created);
+        Step::Create { target, .. } | Step::CreateTwice { target, .. } => {
+            stages.entry(target).or_insert(Stage::Created);
         }
         Step::CriCreate { container, .. } => {
             stages.entry(init(container)).or_insert(Stage::Created);
         }
-        Step::Start { of } => {
-            stages.entry(of).and_modify(|stage| *stage = Stage::Started);
+        Step::Start { target } => {
+            stages.entry(target).and_modify(|stage| *stage = Stage::Started);
         }
         Step::CriStart { container } => {
             stages.entry(init(container)).and_modify(|stage| *stage = Stage::Started);
         }
-        Step::Delete { of } => {
-            stages.retain(|known, _| *known != of && !(of.exec.is_none() && known.container == of.container))
-        }
+        Step::Delete { target } => stages.retain(|known, _| {
+            *known != target && !(target.exec.is_none() && known.container == target.container)
+        }),
         Step::CriRemove { container } => stages.retain(|known, _| known.container != container),
         _ => {}
     }
@@ -410,7 +465,7 @@ fn container(rng: &mut StdRng) -> usize {
     if rng.random_bool(0.7) { 0 } else { rng.random_range(0..CONTAINERS) }
 }
 
-fn process(rng: &mut StdRng) -> Of {
+fn process(rng: &mut StdRng) -> Target {
     let container = container(rng);
     match rng.random_bool(0.4) {
         true => exec(container, rng.random_range(0..EXECS)),
@@ -418,48 +473,48 @@ fn process(rng: &mut StdRng) -> Of {
     }
 }
 
-fn creation(rng: &mut StdRng, of: Of) -> Step {
+fn creation(rng: &mut StdRng, target: Target) -> Step {
     let program = program(rng);
-    if of.exec.is_none() && rng.random_bool(0.08) {
-        return Step::CreateTwice { of, program, within_ms: rng.random_range(1..200) };
+    if target.exec.is_none() && rng.random_bool(0.08) {
+        return Step::CreateTwice { target, program, within_ms: rng.random_range(1..200) };
     }
     // A terminal echoes what nobody has written, and ends by a key: plain streams say more.
     let terminal = program != Program::Floods && rng.random_bool(0.1);
-    Step::Create { of, program, terminal, stalled: rng.random_bool(0.15) }
+    Step::Create { target, program, terminal, stalled: rng.random_bool(0.15) }
 }
 
-fn kill(rng: &mut StdRng, of: Of) -> Step {
+fn kill(rng: &mut StdRng, target: Target) -> Step {
     let signal = *SIGNALS.choose(rng).unwrap_or(&9);
     // Since runc 1.2, a signal to all goes to the init alone, unless it kills; here it goes to all.
-    Step::Kill { of, signal, all: signal == 9 && of.exec.is_none() && rng.random_bool(0.2) }
+    Step::Kill { target, signal, all: signal == 9 && target.exec.is_none() && rng.random_bool(0.2) }
 }
 
 /// A step that makes sense where the sequence is.
-fn next(rng: &mut StdRng, stages: &BTreeMap<Of, Stage>) -> Step {
-    let of = process(rng);
-    let of = if stages.contains_key(&init(of.container)) { of } else { init(of.container) };
-    let container = of.container;
-    match stages.get(&of) {
-        None => creation(rng, of),
+fn next(rng: &mut StdRng, stages: &BTreeMap<Target, Stage>) -> Step {
+    let target = process(rng);
+    let target = if stages.contains_key(&init(target.container)) { target } else { init(target.container) };
+    let container = target.container;
+    match stages.get(&target) {
+        None => creation(rng, target),
         Some(Stage::Created) => match rng.random_range(0..10) {
-            0..=5 => Step::Start { of },
-            6 => kill(rng, of),
-            7 => Step::CloseIo { of },
-            8 => Step::Delete { of },
+            0..=5 => Step::Start { target },
+            6 => kill(rng, target),
+            7 => Step::CloseIo { target },
+            8 => Step::Delete { target },
             _ => Step::Pause { container },
         },
         Some(Stage::Started) => match rng.random_range(0..16) {
-            0..=4 => kill(rng, of),
-            5 | 6 => Step::CloseIo { of },
-            7..=9 => Step::Delete { of },
-            10 => Step::Stall { of },
-            11 => Step::Read { of },
+            0..=4 => kill(rng, target),
+            5 | 6 => Step::CloseIo { target },
+            7..=9 => Step::Delete { target },
+            10 => Step::Stall { target },
+            11 => Step::Read { target },
             12 => Step::Pause { container },
             13 => Step::Resume { container },
             14 => Step::Update { container, limits: rng.random_range(0..LIMITS.len()) },
             _ => {
-                let of = exec(container, rng.random_range(0..EXECS));
-                creation(rng, of)
+                let target = exec(container, rng.random_range(0..EXECS));
+                creation(rng, target)
             }
         },
     }
@@ -467,25 +522,25 @@ fn next(rng: &mut StdRng, stages: &BTreeMap<Of, Stage>) -> Step {
 
 /// Any step at all.
 fn any(rng: &mut StdRng) -> Step {
-    let of = process(rng);
-    let container = of.container;
+    let target = process(rng);
+    let container = target.container;
     match rng.random_range(0..13) {
-        0 => creation(rng, of),
-        1 => Step::Start { of },
-        2 | 3 => kill(rng, of),
-        4 => Step::CloseIo { of },
-        5 | 6 => Step::Delete { of },
+        0 => creation(rng, target),
+        1 => Step::Start { target },
+        2 | 3 => kill(rng, target),
+        4 => Step::CloseIo { target },
+        5 | 6 => Step::Delete { target },
         7 => Step::Pause { container },
         8 => Step::Resume { container },
         9 => Step::Update { container, limits: rng.random_range(0..LIMITS.len()) },
         10 => Step::Pids { container },
         11 => Step::Metrics { container },
-        _ => Step::Resize { of },
+        _ => Step::Resize { target },
     }
 }
 
 /// A step of CRI's, which makes sense if it is known where the sequence is.
-fn cri(rng: &mut StdRng, stages: Option<&BTreeMap<Of, Stage>>) -> Step {
+fn cri(rng: &mut StdRng, stages: Option<&BTreeMap<Target, Stage>>) -> Step {
     let container = container(rng);
     let create = |rng: &mut StdRng| Step::CriCreate { container, program: program(rng) };
     let choice = match stages.map(|stages| stages.get(&init(container))) {

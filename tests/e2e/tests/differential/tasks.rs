@@ -65,7 +65,7 @@ impl Run {
     pub async fn until(&mut self, end: Instant, seed: u64, only: Option<u64>) -> Result<()> {
         let began = Instant::now();
         let known = corpus();
-        let mut said = Instant::now();
+        let mut last_report = Instant::now();
         for number in only.unwrap_or(0).. {
             let fixed = usize::try_from(number).ok().and_then(|number| known.get(number));
             let steps = match fixed {
@@ -85,8 +85,8 @@ impl Run {
                     None => self.look_closer(seed, number, steps, difference).await?,
                 },
             }
-            if said.elapsed() > Duration::from_secs(20) || only.is_some() {
-                said = Instant::now();
+            if last_report.elapsed() > Duration::from_secs(20) || only.is_some() {
+                last_report = Instant::now();
                 println!("{:4.0} s: {}", began.elapsed().as_secs_f64(), self.summary());
             }
             if Instant::now() >= end || only.is_some() {
@@ -230,7 +230,8 @@ impl Run {
                 all_heard = false;
                 restart_containerd(&self.runc, &self.containerd, killed).await?;
             }
-            let will_end = step.of().filter(|_| pair.runc.will_end(step)).map(|of| of.to_string());
+            let will_end =
+                step.target().filter(|_| pair.runc.will_end(step)).map(|target| target.to_string());
             let wanted = pair.runc.perform(step).await.context("runc")?;
             let state = steady(&pair.runc, will_end.as_deref()).await;
             let answer = pair.ours.perform(step).await.context("sandboxer")?;
@@ -291,13 +292,13 @@ impl Run {
 
     /// Returns the events of both sides, once they are complete.
     async fn heard(&self, runc: &[String], ours: &[String]) -> (String, String) {
-        let of = |ids: &[String], is_runc| {
-            let heard = ids.iter().map(|id| self.events.of(id));
+        let events_of = |ids: &[String], is_runc| {
+            let heard = ids.iter().map(|id| self.events.of_container(id));
             heard.map(|heard| published(heard, is_runc)).collect::<Vec<_>>().join("; ")
         };
         let complete = |ids: &[String]| {
             ids.iter().all(|id| {
-                let heard = self.events.of(id);
+                let heard = self.events.of_container(id);
                 let init = heard.get("").map(Vec::as_slice).unwrap_or_default();
                 init.is_empty() || init.iter().any(|event| event.starts_with("TaskDelete"))
             })
@@ -306,17 +307,20 @@ impl Run {
         while !complete(runc) && began.elapsed() < Duration::from_secs(5) {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        while of(runc, true) != of(ours, false) && began.elapsed() < PATIENCE / 2 {
+        while events_of(runc, true) != events_of(ours, false) && began.elapsed() < PATIENCE / 2 {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        (of(runc, true), of(ours, false))
+        (events_of(runc, true), events_of(ours, false))
     }
 }
 
-/// Returns events as they are compared. runc's shim has two queues: the end of a task may come after its deletion.
+/// Returns events as they are compared. runc's shim has two queues: the end of a task may come after its deletion. How far a creation
+/// had come when its caller gave it up is chance, so a container's events begin with its last creation.
 fn published(heard: Heard, is_runc: bool) -> String {
     let mut parts = Vec::new();
     for (process, mut events) in heard {
+        let begin = events.iter().rposition(|event| event == "TaskCreate").unwrap_or_default();
+        events.drain(..begin);
         if is_runc {
             events.sort_by_key(|event| event.starts_with("TaskDelete"));
         }
@@ -334,7 +338,7 @@ async fn steady(side: &Side, ending: Option<&str>) -> State {
     let mut last = side.state().await;
     let mut since = Instant::now();
     loop {
-        let enough = since.elapsed() >= STEADY && ending.is_none_or(|of| last.has_ended(of));
+        let enough = since.elapsed() >= STEADY && ending.is_none_or(|name| last.has_ended(name));
         if enough || began.elapsed() > PATIENCE / 5 {
             return last;
         }

@@ -11,8 +11,9 @@ const LINKS: usize = 40;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Node {
     /// A directory; not everybody may enter one that is `closed`.
-    Dir { closed: bool },
-    /// A file.
+    Dir {
+        closed: bool,
+    },
     File,
     /// A symbolic link, with its target.
     Link(String),

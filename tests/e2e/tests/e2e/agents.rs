@@ -18,7 +18,6 @@ use sandboxer_e2e::insist::once_seen;
 
 use crate::faults::streams::Streams;
 use crate::parity::{of_image, with_volumes};
-use crate::templates::told;
 
 crate::cases![AgentBefore: the_one_of_the_release_before_is_served];
 
@@ -46,7 +45,7 @@ async fn reload(case: &Case, config: &str, initramfs: &Path) -> Result<()> {
         Ok(case.stack.worker().ok().filter(|worker| *worker != before))
     })
     .await?;
-    let version = told(case, &["version"])?;
+    let version = case.stack.cli_json(&["version"])?;
     ensure!(version["daemon"]["initramfs"] == *initramfs.to_string_lossy(), "{version}");
     Ok(())
 }

@@ -33,17 +33,17 @@ fn check(samples: &[Sample], began: f64, before: u64) -> Result<()> {
     let rate = (last.1 - first.1) as f64 / seconds;
     let burst = (first.1 - before) as f64 - RATE as f64 * (first.0 - began);
     let [rate, burst] = [rate / RATE as f64, burst / BURST as f64];
-    let told =
+    let figures =
         format!("the rate is {rate:.3} of the limit in {seconds:.1} s, the burst {burst:.3} of its size");
     // In the output of a passed case, too: a figure that drifts is seen.
-    println!("{told}");
+    println!("{figures}");
     // On a busy host a pause of either side moves bytes between the two, and may cost some. Their sum is bounded at any time.
     let due = BURST as f64 + RATE as f64 * (last.0 - began);
     let all = (last.1 - before) as f64 / due;
-    ensure!((0.6..=1.05).contains(&all), "{all:.3} of burst and rate together have arrived; {told}");
+    ensure!((0.6..=1.05).contains(&all), "{all:.3} of burst and rate together have arrived; {figures}");
     // Other work of the host takes no virtual time, so there each is what was asked for.
     let exact = |part: f64| !case::in_virtual_time() || (0.95..=1.05).contains(&part);
-    ensure!(exact(rate) && exact(burst), "{told}");
+    ensure!(exact(rate) && exact(burst), "{figures}");
     Ok(())
 }
 

@@ -17,11 +17,11 @@ async fn every_field_is_told(_: Case) -> Result<()> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/compatibility.md");
     let text = std::fs::read_to_string(&path).with_context(|| format!("{}", path.display()))?;
     let messages = messages();
-    let told = rows(&text, |section| messages.iter().any(|(message, _)| *message == section))?;
+    let sections = rows(&text, |section| messages.iter().any(|(message, _)| *message == section))?;
     let known: BTreeSet<String> =
         crate::entries().iter().map(|entry| crate::case_name(entry).to_owned()).collect();
     for (message, fields) in &messages {
-        let rows = told.get(message).with_context(|| format!("no section {message}"))?;
+        let rows = sections.get(message).with_context(|| format!("no section {message}"))?;
         let named: BTreeSet<&str> = rows.iter().map(|row| row.field.as_str()).collect();
         let fields: BTreeSet<&str> = fields.iter().map(String::as_str).collect();
         let missing: Vec<_> = fields.difference(&named).collect();
@@ -51,7 +51,7 @@ struct Row {
 
 /// Returns the tables of `text` below headings of messages, by heading: `| `field` | verdict | how | cases |`.
 fn rows(text: &str, is_message: impl Fn(&str) -> bool) -> Result<BTreeMap<&str, Vec<Row>>> {
-    let mut told: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
+    let mut sections: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
     let mut section = "";
     for line in text.lines() {
         if let Some(heading) = line.strip_prefix("## ") {
@@ -70,10 +70,10 @@ fn rows(text: &str, is_message: impl Fn(&str) -> bool) -> Result<BTreeMap<&str, 
                 verdict: cells[1].to_owned(),
                 cases: ticked(cells[3]),
             };
-            told.entry(section).or_default().push(row);
+            sections.entry(section).or_default().push(row);
         }
     }
-    Ok(told)
+    Ok(sections)
 }
 
 /// Returns the messages of a pod's and a container's making, with their fields.

@@ -302,19 +302,21 @@ async fn oom_score(case: Case) -> Result<()> {
 }
 
 async fn sysctls(case: Case) -> Result<()> {
-    let with = |name: &'static str, value: &'static str| {
+    let pod_with_sysctl = |name: &'static str, value: &'static str| {
         case.pod_with(move |config| {
             let linux = config.linux.get_or_insert_default();
             linux.sysctls.insert(name.into(), value.into());
         })
     };
-    let pod = with("kernel.shm_rmid_forced", "1").await?;
+    let pod = pod_with_sysctl("kernel.shm_rmid_forced", "1").await?;
     ensure!(pod.output("cat /proc/sys/kernel/shm_rmid_forced").await? == "1", "it was not set");
     // It prints less while it boots.
     let printed = pod.output("cut -f1 /proc/sys/kernel/printk").await?;
     ensure!(printed == "4", "errors of the guest's kernel are not on its console: level {printed}");
-    let refused =
-        with("net.ipv4.no_such_thing", "1").await.err().context("a sysctl that is none was accepted")?;
+    let refused = pod_with_sysctl("net.ipv4.no_such_thing", "1")
+        .await
+        .err()
+        .context("a sysctl that is none was accepted")?;
     ensure!(refused.message().contains("no_such_thing"), "{refused}");
     Ok(())
 }

@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use sandboxer_e2e::case::{Case, PATIENCE, idle};
 use sandboxer_e2e::eventually;
 
-use crate::templates::{pool_is_filled, told};
+use crate::templates::pool_is_filled;
 
 crate::cases![
     VmAlone: killed_and_started_again, ended_politely_and_started_again, killed_while_a_pod_starts,
@@ -32,8 +32,8 @@ async fn restart(case: &Case, signal: Signal) -> Result<()> {
     })
     .await?;
     // containerd has declared the containers dead, since their connections don't redial; the pod takes new ones.
-    let said = pod.output("echo here").await.context("a new container in the re-adopted pod")?;
-    ensure!(said == "here", "{said}");
+    let output = pod.output("echo here").await.context("a new container in the re-adopted pod")?;
+    ensure!(output == "here", "{output}");
     let next = case.pod().await.context("a new pod after the restart")?;
     ensure!(next.output("echo new").await? == "new");
     case.remove(&pod.id).await?;
@@ -163,7 +163,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     let newest = std::fs::read(&record)?;
     std::fs::write(&record, &newest[..newest.len() / 2])?;
     case.stack.run_up()?;
-    let taken_up = told(&case, &["inspect", &pod.id])?;
+    let taken_up = case.stack.cli_json(&["inspect", &pod.id])?;
     ensure!(taken_up["state"] == "ready" && taken_up["vmm_pid"] == vmms[0].as_raw(), "{taken_up}");
     eventually("pod ready again", PATIENCE, || async {
         Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
@@ -173,7 +173,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     let entry = only_quarantined(&case)?;
     ensure!(entry["problem"].as_str().is_some_and(|problem| problem.contains("taken up")), "{entry}");
     let name = entry["name"].as_str().context("no name")?;
-    let refused = told(&case, &["quarantine", "destroy", "--yes", name]);
+    let refused = case.stack.cli_json(&["quarantine", "destroy", "--yes", name]);
     ensure!(
         refused.is_err() && case.stack.vmms()? == vmms,
         "a pod that is ready was destroyed as a leftover"
@@ -193,7 +193,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     ensure!(entry["processes"][0]["pid"] == vmms[0].as_raw(), "{entry}");
     ensure!(case.stack.vmms()? == vmms, "the VMM was ended");
     let name = entry["name"].as_str().context("no name")?;
-    told(&case, &["quarantine", "release", name])?;
+    case.stack.cli_json(&["quarantine", "release", name])?;
     // This one is then the daemon that wrote it.
     case.stack.end("sandboxer", Signal::SIGTERM).await?;
     let back: serde_json::Value = serde_json::from_slice(&std::fs::read(&record)?)?;
@@ -201,7 +201,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     std::fs::write(&record, &sound)?;
     case.stack.run_up()?;
     // containerd may take it for stopped by now, having met a daemon that didn't know it.
-    let released = told(&case, &["inspect", &pod.id])?;
+    let released = case.stack.cli_json(&["inspect", &pod.id])?;
     ensure!(released["state"] == "ready" && released["vmm_pid"] == vmms[0].as_raw(), "{released}");
 
     // A disk lost what it was given, twice.
@@ -211,13 +211,13 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     case.stack.run_up()?;
     let entry = only_quarantined(&case)?;
     let name = entry["name"].as_str().context("no name")?;
-    let refused = told(&case, &["quarantine", "destroy", "--yes", &name[..name.len() - 1]]);
+    let refused = case.stack.cli_json(&["quarantine", "destroy", "--yes", &name[..name.len() - 1]]);
     ensure!(refused.is_err() && run_dir.exists(), "a prefix was enough");
-    told(&case, &["quarantine", "destroy", "--yes", name])?;
+    case.stack.cli_json(&["quarantine", "destroy", "--yes", name])?;
     ensure!(!case.stack.vmms()?.contains(&vmms[0]), "the VMM of a destroyed entry lives");
     ensure!(!run_dir.exists() && !record.exists(), "files of a destroyed entry are left");
     ensure!(!before.exists(), "the record before that of a destroyed entry is left");
-    let left = told(&case, &["quarantine", "list"])?;
+    let left = case.stack.cli_json(&["quarantine", "list"])?;
     ensure!(left["entries"] == serde_json::json!([]), "{left}");
     reached_again(&case).await?;
     // containerd still knows the pod, and can forget it.
@@ -225,7 +225,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
 }
 
 fn only_quarantined(case: &Case) -> Result<serde_json::Value> {
-    let listed = told(case, &["quarantine", "list"])?;
+    let listed = case.stack.cli_json(&["quarantine", "list"])?;
     match listed["entries"].as_array().map(Vec::as_slice) {
         Some([entry]) => Ok(entry.clone()),
         _ => anyhow::bail!("not one entry: {listed}"),

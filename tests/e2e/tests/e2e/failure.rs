@@ -16,8 +16,8 @@ crate::cases![
 
 /// Checks that the pod still works after the failure.
 async fn still_works(pod: &sandboxer_e2e::case::Pod) -> Result<()> {
-    let said = pod.output("echo works").await?;
-    ensure!(said == "works", "{said}");
+    let output = pod.output("echo works").await?;
+    ensure!(output == "works", "{output}");
     Ok(())
 }
 
@@ -120,7 +120,9 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
                     Ok(id) => Ok(Some(id)),
                     // The start may have completed although nobody waited for it: then this is its pod.
                     Err(error) if error.message().contains("reserved") => {
-                        let its = |pod: &PodSandbox| pod.metadata.as_ref().is_some_and(|of| of.name == name);
+                        let its = |pod: &PodSandbox| {
+                            pod.metadata.as_ref().is_some_and(|metadata| metadata.name == name)
+                        };
                         Ok(case.pods().await?.into_iter().find(its).map(|pod| pod.id))
                     }
                     Err(error) => {
@@ -143,13 +145,13 @@ async fn guest_that_stands_still(case: Case) -> Result<()> {
     let vmms = case.stack.vmms()?;
     vmms.iter().try_for_each(|vmm| kill(*vmm, Signal::SIGSTOP))?;
     let begin = Instant::now();
-    let mut told = Ok(());
+    let mut result = Ok(());
     for _ in 0..5 {
-        told = told.and(case.cri.stats(&container.id).await.map(drop));
+        result = result.and(case.cri.stats(&container.id).await.map(drop));
     }
     let took = begin.elapsed();
     vmms.iter().try_for_each(|vmm| kill(*vmm, Signal::SIGCONT))?;
-    told?;
+    result?;
     // Five times the agent's own limit without.
     ensure!(took < Duration::from_secs(10), "statistics took {took:?}");
     ensure!(container.sh("echo here").await? == "here");

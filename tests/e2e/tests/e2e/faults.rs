@@ -83,8 +83,8 @@ impl<'a> Seen<'a> {
 
     /// Looks what is left, and notes what was seen.
     pub async fn close(self) -> Result<()> {
-        let held = self.case.stack.left().await?;
-        ensure!(held.is_empty(), "left: {}", held.join(", "));
+        let left = self.case.stack.left().await?;
+        ensure!(left.is_empty(), "left: {}", left.join(", "));
         ledger::note(Line {
             fault: self.fault.to_owned(),
             times: self.times,
@@ -92,7 +92,7 @@ impl<'a> Seen<'a> {
             lost: 0,
             lines: self.lines,
             lines_lost: 0,
-            left: held.len(),
+            left: left.len(),
             // `sandboxer-faults-the-case`.
             case: self.case.name.replace('-', "_").replacen('_', "::", 2),
             day: jiff::Timestamp::now().strftime("%F").to_string(),
@@ -130,7 +130,7 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     let waits = pod.start_at_last(with_mounts(idle("waits"), &mounted)).await?;
     let read = probed(&waits, "cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
     ensure!(read == "redof the hostx", "{read}");
-    case.counted(&pod.id).await?;
+    case.vmm_cgroups(&pod.id).await?;
     let ended = container.ended().await?;
     ensure!(ended.exit_code == 5, "{ended:?}");
     ensure!(container.logs()?.stdout == "begins\n", "{:?}", container.logs()?);

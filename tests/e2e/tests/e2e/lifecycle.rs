@@ -165,7 +165,7 @@ async fn killed_before_its_start(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let sibling = pod.start(idle("sibling")).await?;
     let container = pod.create(idle("c")).await?;
-    let containerd = Containerd::of(&case.stack)?;
+    let containerd = Containerd::of_stack(&case.stack)?;
     let record = containerd.container(&container.id).await?;
     let parent = containerd.parent(&record.snapshotter, &record.snapshot_key).await?;
     let key = format!("{}-task", container.id);

@@ -4,7 +4,7 @@
 //! `core.txt` names those that touch each promise once: `SANDBOXER_E2E_CORE=only` runs these, `except` all others.
 //! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up;
 //! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so. `CONTAINERD_VERSION=1.7.27` runs them
-//! beside that containerd, and `SANDBOXER_E2E_VERSIONS=docs/compatibility.md` writes what came of it into that document's table.
+//! beside that containerd, `SANDBOXER_E2E_DOCKER` adds those of docker, `SANDBOXER_E2E_CRIO` those of CRI-O, and `SANDBOXER_E2E_VERSIONS=docs/compatibility.md` writes what came of it into that document's table.
 
 mod agents;
 mod bandwidth;
@@ -138,14 +138,21 @@ fn entries() -> Vec<Entry> {
         soak::cases,
         unit::cases,
     ];
-    files.iter().flat_map(|file| file()).collect()
+    // Only make test-docker builds docker, and make test-crio CRI-O.
+    let docker = doors::docker::is_there().then_some(doors::docker::cases as fn() -> Vec<Entry>);
+    let crio = doors::crio::is_there().then_some(doors::crio::cases as fn() -> Vec<Entry>);
+    files.into_iter().chain(docker).chain(crio).flat_map(|file| file()).collect()
 }
 
 /// Returns the names of all cases, each after each handler that it is for.
 fn all_names() -> Vec<String> {
-    let of = |handler: &str, entry: &Entry| format!("{handler}::{}", case_name(entry));
+    let full_name = |handler: &str, entry: &Entry| format!("{handler}::{}", case_name(entry));
     let runc = entries().into_iter().filter(|entry| entry.on == On::Any);
-    entries().iter().map(|entry| of("sandboxer", entry)).chain(runc.map(|entry| of("runc", &entry))).collect()
+    entries()
+        .iter()
+        .map(|entry| full_name("sandboxer", entry))
+        .chain(runc.map(|entry| full_name("runc", &entry)))
+        .collect()
 }
 
 /// Returns the name of a case: `file::case`.
@@ -159,7 +166,7 @@ fn core() -> Vec<&'static str> {
 }
 
 /// Returns whether `SANDBOXER_E2E_CORE`, if it is set, asks for this case of this handler.
-fn is_asked_for(name: &str) -> Result<bool> {
+fn is_requested(name: &str) -> Result<bool> {
     let is_core = core().contains(&name);
     match std::env::var("SANDBOXER_E2E_CORE").as_deref() {
         Ok("only") => Ok(is_core),
@@ -217,9 +224,9 @@ fn run() -> Result<ExitCode> {
     if let Some(unknown) = core().iter().find(|core| !all_names().iter().any(|name| name == *core)) {
         bail!("core.txt names {unknown}, which is no case");
     }
-    let asked = names.iter().map(|(_, _, name)| is_asked_for(name)).collect::<Result<Vec<_>>>()?;
-    let mut asked = asked.into_iter();
-    names.retain(|_| asked.next().unwrap_or_default());
+    let requested = names.iter().map(|(_, _, name)| is_requested(name)).collect::<Result<Vec<_>>>()?;
+    let mut requested = requested.into_iter();
+    names.retain(|_| requested.next().unwrap_or_default());
     let idle = arguments.list
         || names.iter().all(|(_, _, name)| arguments.is_filtered_out(&Trial::test(name.as_str(), || Ok(()))));
     if idle {

@@ -14,8 +14,8 @@ async fn one_after_the_other(case: Case) -> Result<()> {
     };
     for n in 0..count {
         let pod = case.pod().await.with_context(|| format!("pod {n}"))?;
-        let said = pod.output(&format!("echo {n}")).await.with_context(|| format!("pod {n}"))?;
-        ensure!(said == n.to_string(), "pod {n} said {said}");
+        let output = pod.output(&format!("echo {n}")).await.with_context(|| format!("pod {n}"))?;
+        ensure!(output == n.to_string(), "pod {n} said {output}");
         case.cri.stop_pod(&pod.id).await?;
         case.cri.remove_pod(&pod.id).await?;
     }
@@ -29,8 +29,8 @@ async fn twenty_at_once(case: Case) -> Result<()> {
             let pod = case.pod().await.with_context(|| format!("pod {n}"))?;
             let ended =
                 pod.run(shell("c", &format!("echo {n}"))).await.with_context(|| format!("pod {n}"))?;
-            let said = ended.success()?;
-            ensure!(said == n.to_string(), "pod {n} said {said}");
+            let output = ended.success()?;
+            ensure!(output == n.to_string(), "pod {n} said {output}");
             Ok(())
         }
     }))

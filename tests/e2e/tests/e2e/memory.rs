@@ -8,7 +8,7 @@ use nix::unistd::Pid;
 use sandboxer_e2e::case::{Case, PATIENCE, shell};
 use sandboxer_e2e::eventually;
 
-use crate::templates::{pool_is_filled, template_is_there, told};
+use crate::templates::{pool_is_filled, template_is_there};
 
 crate::cases![
     Vm: comes_back_from_a_vm_that_booted, comes_back_from_a_copy_of_a_template, comes_back_from_a_vm_that_waited
@@ -45,7 +45,7 @@ async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> 
         }
         let config = case.pod_config();
         let id = case.cri.run_pod(&config, handler).await?;
-        if told(case, &["inspect", &id])?["start_path"] == start_path {
+        if case.stack.cli_json(&["inspect", &id])?["start_path"] == start_path {
             return Ok(Some(case.pod_of(&id, config)));
         }
         case.remove(&id).await?;

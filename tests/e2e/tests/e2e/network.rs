@@ -20,7 +20,7 @@ use crate::security::inspected;
 crate::cases![
     Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
         network_outlives_its_containers, two_interfaces, forwarded_port, forwarded_port_nobody_listens_at;
-    Vm: pod_is_in_its_hosts_file, traffic_is_told, host_ports, who_carries_packets;
+    Vm: pod_is_in_its_hosts_file, traffic_is_told, host_ports, who_carries_packets, only_where_its_annotation_allows;
     VmAlone: host_ports_after_a_restart_of_the_daemon, forwarded_port_after_a_restart_of_the_daemon
 ];
 
@@ -174,6 +174,34 @@ async fn pods_reach_one_another(case: Case) -> Result<()> {
     Ok(())
 }
 
+/// A pod with allowed networks begins nothing with others, and answers everybody.
+async fn only_where_its_annotation_allows(case: Case) -> Result<()> {
+    let (allowed, other) = tokio::try_join!(case.pod(), case.pod())?;
+    let _webs = (web(&allowed).await?, web(&other).await?);
+    let rules = addresses(&case, &allowed).await?.map(|ip| format!("{ip} tcp 80")).join(", ");
+    let bound = case
+        .pod_with(|config| drop(config.annotations.insert("io.sandboxer.egress".into(), rules.clone())))
+        .await?;
+    let (_web, client) = (web(&bound).await?, bound.start(idle("client")).await?);
+    let from = other.start(idle("from")).await?;
+    let mut servers = addresses(&case, &other).await?.into_iter();
+    for ip in addresses(&case, &allowed).await? {
+        soon(&client, &format!("wget -q -O /dev/null http://{}/bin/busybox", in_url(ip))).await?;
+        let other = servers.next().context("no second address")?;
+        for refused in [
+            format!("wget -q -T 5 -O /dev/null http://{}/bin/busybox", in_url(other)),
+            // Its rule is for TCP.
+            format!("ping -c 1 -w 3 {ip}"),
+        ] {
+            ensure!(client.sh(&refused).await.is_err(), "{refused} in a pod that may send to {rules}");
+        }
+    }
+    for ip in addresses(&case, &bound).await? {
+        soon(&from, &format!("wget -q -O /dev/null http://{}/bin/busybox", in_url(ip))).await?;
+    }
+    Ok(())
+}
+
 /// Returns the kernel's threads that carry a VMM's packets, with their control groups: threads of the VMM, or processes.
 fn carriers(vmm: u64) -> Result<Vec<String>> {
     let name = format!("vhost-{vmm}");
@@ -205,7 +233,10 @@ async fn who_carries_packets(case: Case) -> Result<()> {
     println!("carried by {}", if expected { "the host's kernel" } else { "the VMM" });
     ensure!(open("/dev/vhost-net")? == expected, "expected is {expected}");
     ensure!(found.len() == usize::from(expected), "{found:?}");
-    ensure!(found.iter().all(|of| *of == group), "counted elsewhere: {found:?}, the VMM is in {group}");
+    ensure!(
+        found.iter().all(|cgroup| *cgroup == group),
+        "counted elsewhere: {found:?}, the VMM is in {group}"
+    );
     for ip in addresses(&case, &pod).await? {
         let fetched = eventually("the pod's web server", PATIENCE, || async {
             Ok(fetch(&case, ip, "/bin/busybox").ok())
@@ -406,17 +437,7 @@ async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> 
 /// `inspect` tells what an interface has carried, at what rate it does, and its offloads.
 async fn traffic_is_told(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let inspect = |json: bool| {
-        let mut command = case.stack.command("sandboxer-cli");
-        command.args(["inspect", &pod.id]).args(json.then_some("--json"));
-        let output = command.output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Ok(String::from_utf8(output.stdout)?)
-    };
-    let interface = || {
-        let told: serde_json::Value = serde_json::from_str(&inspect(true)?)?;
-        Ok::<_, anyhow::Error>(told["interfaces"][0].clone())
-    };
+    let interface = || Ok::<_, anyhow::Error>(inspected(&case, &pod)?["interfaces"][0].clone());
     let bytes = |interface: &serde_json::Value, way: &str| interface[way]["bytes"].as_u64().unwrap_or(0);
     let before = interface()?;
     let ping = pod.start(shell("ping", "while :; do ping -c 1 -s 1400 192.0.2.1 >/dev/null; done")).await?;
@@ -432,7 +453,7 @@ async fn traffic_is_told(case: Case) -> Result<()> {
     }
     let offloads = busy["offloads"].as_array().context("offloads")?;
     ensure!(offloads.iter().any(|offload| offload == "checksums"), "{busy}");
-    let text = inspect(false)?;
+    let text = case.stack.cli(&["inspect", &pod.id])?;
     ensure!(text.contains("received ") && text.contains("offloads checksums"), "{text}");
     case.cri.stop(&ping.id, 0).await?;
     Ok(())
@@ -455,20 +476,20 @@ async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
 }
 
 /// Returns what the pod's web server says at this port of the host.
-async fn said_at(port: u16, ip: &str) -> Result<String> {
+async fn served_at(port: u16, ip: &str) -> Result<String> {
     let address = SocketAddr::new(ip.parse()?, port);
     let ask = move || -> io::Result<String> {
         let mut stream = TcpStream::connect(address)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.write_all(b"GET /said HTTP/1.0\r\n\r\n")?;
-        let mut said = String::new();
-        stream.read_to_string(&mut said).map(|_| said)
+        let mut response = String::new();
+        stream.read_to_string(&mut response).map(|_| response)
     };
     // A server takes a moment; until then connections end without a word.
-    let said = eventually("the pod's server at the host's port", PATIENCE, || async {
-        Ok(tokio::task::spawn_blocking(ask).await?.ok().filter(|said| !said.is_empty()))
+    let response = eventually("the pod's server at the host's port", PATIENCE, || async {
+        Ok(tokio::task::spawn_blocking(ask).await?.ok().filter(|response| !response.is_empty()))
     });
-    Ok(said.await?.rsplit("\r\n\r\n").next().unwrap_or_default().trim_end().to_owned())
+    Ok(response.await?.rsplit("\r\n\r\n").next().unwrap_or_default().trim_end().to_owned())
 }
 
 /// Connections to ports of the host that a pod in its network names are carried into the pod, and to no others.
@@ -483,7 +504,7 @@ async fn host_ports(case: Case) -> Result<()> {
     let script = format!("{} {} wait", serve(first, "127.0.0.1:"), serve(second, ""));
     pod.start(shell("servers", &script)).await?;
     for (port, ip) in [(first, "127.0.0.1"), (second, "127.0.0.1"), (first, "::1")] {
-        ensure!(said_at(port, ip).await? == format!("of {port}"), "port {port} at {ip}");
+        ensure!(served_at(port, ip).await? == format!("of {port}"), "port {port} at {ip}");
     }
     let taken = with_host_ports(&case, &first.to_string()).await.err().context("a port was given twice")?;
     ensure!(taken.message().contains(&format!("TCP port {first} of the host")), "{taken}");
@@ -513,10 +534,10 @@ async fn host_ports_after_a_restart_of_the_daemon(case: Case) -> Result<()> {
     let script = format!("echo again >/tmp/said; httpd -f -p 127.0.0.1:{port} -h /tmp & echo serving; wait");
     let server = pod.start(shell("server", &script)).await?;
     server.logged("serving").await?;
-    ensure!(said_at(port, "127.0.0.1").await? == "again");
+    ensure!(served_at(port, "127.0.0.1").await? == "again");
     // While there is no worker, who connects waits for the next one.
     case.stack.kill_worker()?;
     TcpStream::connect(("127.0.0.1", port)).context("the port was let go of")?;
-    ensure!(said_at(port, "127.0.0.1").await? == "again");
+    ensure!(served_at(port, "127.0.0.1").await? == "again");
     Ok(())
 }

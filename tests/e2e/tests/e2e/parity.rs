@@ -24,12 +24,12 @@ crate::cases![
 fn limits(text: &str) -> BTreeMap<String, String> {
     let names =
         ["Max open files", "Max processes", "Max locked memory", "Max core file size", "Max stack size"];
-    let of = |name: &&str| {
+    let limit = |name: &&str| {
         let line = text.lines().find_map(|line| line.strip_prefix(*name))?;
         let words: Vec<_> = line.split_whitespace().take(2).collect();
         Some(((*name).to_owned(), words.join(" ")))
     };
-    names.iter().filter_map(of).collect()
+    names.iter().filter_map(limit).collect()
 }
 
 /// A container without limits of its own has those of containerd, and so have its execs.
@@ -59,16 +59,16 @@ async fn unprivileged_ports_and_pings(case: Case) -> Result<()> {
     let context = security(&mut config);
     context.run_as_user = Some(Int64Value { value: 1000 });
     context.capabilities = Some(Capability { drop_capabilities: vec!["ALL".into()], ..Default::default() });
-    let said = pod.run(config).await?.success()?;
-    ensure!(said == "0\n0 2147483647\nlistens", "{said}");
+    let output = pod.run(config).await?.success()?;
+    ensure!(output == "0\n0 2147483647\nlistens", "{output}");
     let other = case
         .pod_with(|config| {
             let sysctls = &mut config.linux.get_or_insert_default().sysctls;
             sysctls.insert("net.ipv4.ip_unprivileged_port_start".into(), "81".into());
         })
         .await?;
-    let said = other.output("cat /proc/sys/net/ipv4/ip_unprivileged_port_start").await?;
-    ensure!(said == "81", "a pod's own value: {said}");
+    let output = other.output("cat /proc/sys/net/ipv4/ip_unprivileged_port_start").await?;
+    ensure!(output == "81", "a pod's own value: {output}");
     Ok(())
 }
 
@@ -83,15 +83,26 @@ async fn sysctls_of_the_node(case: Case) -> Result<()> {
         "kernel/threads-max",
     ];
     let pod = case.pod().await?;
-    let said = pod.output(&format!("cd /proc/sys; cat {}", NAMES.join(" "))).await?;
-    for (name, value) in NAMES.iter().zip(said.lines()) {
+    let output = pod.output(&format!("cd /proc/sys; cat {}", NAMES.join(" "))).await?;
+    for (name, value) in NAMES.iter().zip(output.lines()) {
         let expected = fs::read_to_string(Path::new("/proc/sys").join(name))?;
         ensure!(value == expected.trim(), "{name} is {value}, the node's {expected}");
     }
+    // A newer kernel has another in each PID namespace.
+    let pid_max =
+        Command::new("unshare").args(["-fp", "--mount-proc", "cat", "/proc/sys/kernel/pid_max"]).output()?;
+    let (expected, value) =
+        (String::from_utf8(pid_max.stdout)?, pod.output("cat /proc/sys/kernel/pid_max").await?);
+    ensure!(
+        value.trim() == expected.trim(),
+        "kernel.pid_max is {value}, in a namespace of the node {expected}"
+    );
     if case.in_vm() {
-        let told = case.stack.command("sandboxer-cli").args(["inspect", &pod.id]).output()?;
-        let told = String::from_utf8(told.stdout)?;
-        ensure!(told.contains("vm.max_map_count = ") && told.contains("(the node's)"), "{told}");
+        let inspected = case.stack.cli(&["inspect", &pod.id])?;
+        ensure!(
+            inspected.contains("vm.max_map_count = ") && inspected.contains("(the node's)"),
+            "{inspected}"
+        );
     }
     Ok(())
 }
@@ -114,7 +125,7 @@ async fn execs_in_a_divided_group(case: Case) -> Result<()> {
 }
 
 /// Makes an image of busybox with what `change` does to its tree, and with `volumes`; imports it as `name`.
-async fn image(
+pub async fn image(
     case: &Case,
     name: &str,
     change: impl FnOnce(&Path) -> Result<()>,
@@ -190,8 +201,8 @@ async fn targets_through_links(case: Case) -> Result<()> {
                 Some(k8s_cri::v1::DnsConfig { servers: vec!["192.0.2.53".into()], ..Default::default() });
         })
         .await?;
-    let said = pod.run(config).await?.success()?;
-    ensure!(said == format!("{}/srv/data\nstub.conf", "content".repeat(5)), "{said}");
+    let output = pod.run(config).await?.success()?;
+    ensure!(output == format!("{}/srv/data\nstub.conf", "content".repeat(5)), "{output}");
     Ok(())
 }
 
@@ -222,8 +233,8 @@ async fn volumes_of_an_image(case: Case) -> Result<()> {
         let mut config = of_image(shell(container, script), name);
         security(&mut config).privileged = true;
         security(&mut config).readonly_rootfs = read_only;
-        let said = pod.run(config).await?.success()?;
-        ensure!(said == "750 0\nof the image\n/cache:\n\n/not/there:\nnew", "{container}: {said}");
+        let output = pod.run(config).await?.success()?;
+        ensure!(output == "750 0\nof the image\n/cache:\n\n/not/there:\nnew", "{container}: {output}");
     }
     // A volume can be written to, whatever the root is.
     let mut config = of_image(shell("three", "echo x >/cache/x && cat /cache/x; touch /etc/x 2>&1"), name);
@@ -304,32 +315,36 @@ async fn updates_at_the_edges(case: Case) -> Result<()> {
     };
     // With control groups v2, runc has a weight beyond the edges count as the edge; with v1 the kernel does, and runc says it is an error.
     let takes_weights = case.in_vm() || Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
-    let asked: [(&str, bool, LinuxContainerResources); 17] = [
-        ("CPUs that do not exist", false, resources(|of| of.cpuset_cpus = "0-4000".into())),
-        ("no list of CPUs", false, resources(|of| of.cpuset_cpus = "none".into())),
-        ("a list from high to low", false, resources(|of| of.cpuset_cpus = "1-0".into())),
-        ("memory nodes that do not exist", false, resources(|of| of.cpuset_mems = "900".into())),
-        ("a CPU that exists", true, resources(|of| of.cpuset_cpus = "0".into())),
-        ("the least weight", true, resources(|of| of.cpu_shares = 2)),
-        ("the highest weight", true, resources(|of| of.cpu_shares = 262_144)),
-        ("a weight of 1", takes_weights, resources(|of| of.cpu_shares = 1)),
-        ("a weight of 10^9", takes_weights, resources(|of| of.cpu_shares = 1_000_000_000)),
-        ("the shortest period", true, resources(|of| (of.cpu_period, of.cpu_quota) = (1000, 1000))),
-        ("the longest period", true, resources(|of| (of.cpu_period, of.cpu_quota) = (1_000_000, 1_000_000))),
-        ("no quota", true, resources(|of| of.cpu_quota = -1)),
-        ("a period of 1 µs", false, resources(|of| (of.cpu_period, of.cpu_quota) = (1, 1000))),
-        ("a period of an hour", false, resources(|of| of.cpu_period = 3_600_000_000)),
-        ("a quota of 1 µs", false, resources(|of| of.cpu_quota = 1)),
-        ("memory of less than none", false, resources(|of| of.memory_limit_in_bytes = -5)),
+    let updates: [(&str, bool, LinuxContainerResources); 17] = [
+        ("CPUs that do not exist", false, resources(|new| new.cpuset_cpus = "0-4000".into())),
+        ("no list of CPUs", false, resources(|new| new.cpuset_cpus = "none".into())),
+        ("a list from high to low", false, resources(|new| new.cpuset_cpus = "1-0".into())),
+        ("memory nodes that do not exist", false, resources(|new| new.cpuset_mems = "900".into())),
+        ("a CPU that exists", true, resources(|new| new.cpuset_cpus = "0".into())),
+        ("the least weight", true, resources(|new| new.cpu_shares = 2)),
+        ("the highest weight", true, resources(|new| new.cpu_shares = 262_144)),
+        ("a weight of 1", takes_weights, resources(|new| new.cpu_shares = 1)),
+        ("a weight of 10^9", takes_weights, resources(|new| new.cpu_shares = 1_000_000_000)),
+        ("the shortest period", true, resources(|new| (new.cpu_period, new.cpu_quota) = (1000, 1000))),
+        (
+            "the longest period",
+            true,
+            resources(|new| (new.cpu_period, new.cpu_quota) = (1_000_000, 1_000_000)),
+        ),
+        ("no quota", true, resources(|new| new.cpu_quota = -1)),
+        ("a period of 1 µs", false, resources(|new| (new.cpu_period, new.cpu_quota) = (1, 1000))),
+        ("a period of an hour", false, resources(|new| new.cpu_period = 3_600_000_000)),
+        ("a quota of 1 µs", false, resources(|new| new.cpu_quota = 1)),
+        ("memory of less than none", false, resources(|new| new.memory_limit_in_bytes = -5)),
         (
             "swap of less than memory",
             false,
-            resources(|of| {
-                (of.memory_limit_in_bytes, of.memory_swap_limit_in_bytes) = (64 << 20, 32 << 20);
+            resources(|new| {
+                (new.memory_limit_in_bytes, new.memory_swap_limit_in_bytes) = (64 << 20, 32 << 20);
             }),
         ),
     ];
-    for (what, is_taken, resources) in asked {
+    for (what, is_taken, resources) in updates {
         let answer = case.cri.update(&container.id, resources).await;
         ensure!(answer.is_ok() == is_taken, "{what}: {answer:?}");
         if let Err(status) = answer
@@ -387,8 +402,8 @@ async fn tun_device(case: Case) -> Result<()> {
     let mut mounted = admin("mounted");
     mount(&mut mounted, "/dev/net/tun", Path::new("/dev/net/tun"));
     for config in [named, mounted] {
-        let said = pod.run(config).await?.success()?;
-        ensure!(said.ends_with('1'), "{said}");
+        let output = pod.run(config).await?.success()?;
+        ensure!(output.ends_with('1'), "{output}");
         // The link stays, since the device is persistent.
         let mut remove = admin("remove");
         remove.metadata.get_or_insert_default().attempt =
@@ -402,7 +417,7 @@ async fn tun_device(case: Case) -> Result<()> {
 static SERIAL: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
 
 /// Runs `script` in a privileged container.
-async fn with_all(case: &Case, script: &str) -> Result<String> {
+async fn run_privileged(case: &Case, script: &str) -> Result<String> {
     let mut config = shell("c", script);
     security(&mut config).privileged = true;
     case.pod_with(privileged).await?.run(config).await?.success()
@@ -411,8 +426,8 @@ async fn with_all(case: &Case, script: &str) -> Result<String> {
 async fn loop_devices(case: Case) -> Result<()> {
     let script = "dd if=/dev/zero of=/tmp/a bs=1M count=4 2>/dev/null; mke2fs -F /tmp/a >/dev/null 2>&1; mkdir /a; \
                   mount -o loop /tmp/a /a && touch /a/x && umount /a && losetup /dev/loop5 /tmp/a && losetup -d /dev/loop5 && echo fine";
-    let said = with_all(&case, script).await?;
-    ensure!(said == "fine", "{said}");
+    let output = run_privileged(&case, script).await?;
+    ensure!(output == "fine", "{output}");
     Ok(())
 }
 
@@ -422,8 +437,8 @@ async fn packet_filters(case: Case) -> Result<()> {
     const MATCHES: &str = "limit hashlimit statistic socket physdev connmark connlimit conntrack state set recent string u32 \
                            owner addrtype multiport comment length mac time tcpmss iprange pkttype quota bpf";
     let script = "cat /proc/net/ip_tables_targets /proc/net/ip_tables_matches; echo; zcat /proc/config.gz";
-    let said = with_all(&case, script).await?;
-    let has = |name: &str| said.lines().any(|line| line == name);
+    let output = run_privileged(&case, script).await?;
+    let has = |name: &str| output.lines().any(|line| line == name);
     let missing: Vec<_> =
         TARGETS.split_whitespace().chain(MATCHES.split_whitespace()).filter(|name| !has(name)).collect();
     ensure!(missing.is_empty(), "the guest's kernel lacks {missing:?}");
@@ -441,19 +456,22 @@ async fn links_and_queues(case: Case) -> Result<()> {
                   ip link add link eth0 name v type vlan id 7; ip link add link eth0 name m type macvlan; \
                   ip link add y type dummy; for queue in HTB NETEM FQ_CODEL INGRESS; do zcat /proc/config.gz | grep -q CONFIG_NET_SCH_$queue=y; done; \
                   ip rule add fwmark 1 lookup 100; echo fine";
-    let said = with_all(&case, script).await?;
-    ensure!(said == "eth0\nfine", "{said}");
+    let output = run_privileged(&case, script).await?;
+    ensure!(output == "eth0\nfine", "{output}");
     Ok(())
 }
 
 async fn file_systems(case: Case) -> Result<()> {
-    let said = with_all(
+    let output = run_privileged(
         &case,
         "cat /proc/filesystems; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc && echo fine",
     )
     .await?;
     for name in ["nfs", "nfs4", "iso9660", "vfat", "squashfs", "fuse", "overlay", "autofs", "fine"] {
-        ensure!(said.lines().any(|line| line.split_whitespace().last() == Some(name)), "no {name}: {said}");
+        ensure!(
+            output.lines().any(|line| line.split_whitespace().last() == Some(name)),
+            "no {name}: {output}"
+        );
     }
     Ok(())
 }
@@ -466,7 +484,7 @@ async fn programs_of_32_bits(case: Case) -> Result<()> {
     let bytes: String =
         program.as_bytes().chunks(2).map(|pair| format!("\\x{}", String::from_utf8_lossy(pair))).collect();
     let script = format!("printf '{bytes}' >/tmp/p; chmod +x /tmp/p; /tmp/p; echo $?");
-    let said = case.pod().await?.output(&script).await?;
-    ensure!(said == "42", "{said}");
+    let output = case.pod().await?.output(&script).await?;
+    ensure!(output == "42", "{output}");
     Ok(())
 }

@@ -9,7 +9,7 @@ use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle};
 use sandboxer_e2e::eventually;
 use serde_json::Value;
 
-use crate::templates::{pool_is_filled, told};
+use crate::templates::pool_is_filled;
 
 crate::cases![
     Numa: a_pod_and_its_memory_are_on_one_node, a_pod_that_is_larger_than_a_node_is_not_placed,
@@ -36,13 +36,13 @@ async fn booted(case: &Case, vcpus: u64) -> Result<Pod> {
 
 /// Returns what `place` says of a pod.
 fn place(case: &Case, pod: &str) -> Result<Value> {
-    Ok(told(case, &["place", pod])?["places"][0].clone())
+    Ok(case.stack.cli_json(&["place", pod])?["places"][0].clone())
 }
 
 /// Returns the CPUs of each node, as a list.
 fn nodes(case: &Case) -> Result<Vec<String>> {
-    let told = told(case, &["place"])?;
-    let nodes = told["nodes"].as_array().context("no nodes")?;
+    let report = case.stack.cli_json(&["place"])?;
+    let nodes = report["nodes"].as_array().context("no nodes")?;
     let cpus = |node: &Value| Some(node["cpus"].as_str()?.to_owned());
     nodes.iter().map(|node| cpus(node).context("no CPUs")).collect()
 }
@@ -51,10 +51,11 @@ fn nodes(case: &Case) -> Result<Vec<String>> {
 #[expect(clippy::cast_precision_loss, reason = "a share for people")]
 fn share(place: &Value, node: Option<u64>) -> Result<f64> {
     let memory = place["memory"].as_array().with_context(|| format!("no memory: {place}"))?;
-    let bytes = |of: &Value| of["bytes"].as_u64().unwrap_or_default();
+    let bytes = |entry: &Value| entry["bytes"].as_u64().unwrap_or_default();
     let all: u64 = memory.iter().map(bytes).sum();
     ensure!(all > 48_000_000, "only {all} bytes are seen: {place}");
-    let here = memory.iter().filter(|of| node.is_none() || of["node"].as_u64() == node).map(bytes).max();
+    let here =
+        memory.iter().filter(|entry| node.is_none() || entry["node"].as_u64() == node).map(bytes).max();
     Ok(100.0 * here.unwrap_or_default() as f64 / all as f64)
 }
 
@@ -99,7 +100,7 @@ async fn a_pod_and_its_memory_are_on_one_node(case: Case) -> Result<()> {
         ensure!(share(&place, Some(node))? >= LOCAL, "{place}");
     }
     ensure!(taken[0] != taken[1], "both are on node {}", taken[0]);
-    let inspected = told(&case, &["inspect", &one.id])?;
+    let inspected = case.stack.cli_json(&["inspect", &one.id])?;
     ensure!(inspected["place"]["node"] == taken[0], "{}", inspected["place"]);
     Ok(())
 }
@@ -111,8 +112,8 @@ async fn a_pod_that_is_larger_than_a_node_is_not_placed(case: Case) -> Result<()
     ensure!(place["node"].is_null() && place["policy"] == "none" && place["cpus"] == "", "{place}");
     ensure!(place["reason"] == "it is larger than a node", "{place}");
     let moved = case.stack.command("sandboxer-cli").args(["place", "--move", &pod.id, "0"]).output()?;
-    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
-    ensure!(!moved.status.success() && said.contains("do not fit node 0"), "{said}");
+    let stderr = String::from_utf8_lossy(&moved.stderr).into_owned();
+    ensure!(!moved.status.success() && stderr.contains("do not fit node 0"), "{stderr}");
     Ok(())
 }
 
@@ -129,10 +130,10 @@ async fn the_cpu_manager_wins(case: Case) -> Result<()> {
     config.linux.get_or_insert_default().resources = Some(resources);
     // All containers have a set once the first one has got its own.
     let (container, vmm) = (pod.start(config).await?, case.vmm_of(&pod.id).await?);
-    for of in case.cri.containers(&pod.id).await? {
-        if of != container.id {
+    for id in case.cri.containers(&pod.id).await? {
+        if id != container.id {
             let set = LinuxContainerResources { cpuset_cpus: exclusive.clone(), ..Default::default() };
-            case.cri.update(&of, set).await?;
+            case.cri.update(&id, set).await?;
         }
     }
     threads_say(vmm, "Cpus_allowed_list", &exclusive).await?;
@@ -144,13 +145,13 @@ async fn the_cpu_manager_wins(case: Case) -> Result<()> {
     .await?;
     // Back, with its memory bound.
     let first = cpus[usize::try_from(before)?].split(['-', ',']).next().context("no CPU")?.to_owned();
-    for of in case.cri.containers(&pod.id).await? {
+    for id in case.cri.containers(&pod.id).await? {
         let set = LinuxContainerResources {
             cpuset_cpus: first.clone(),
             cpuset_mems: before.to_string(),
             ..Default::default()
         };
-        case.cri.update(&of, set).await?;
+        case.cri.update(&id, set).await?;
     }
     threads_say(vmm, "Cpus_allowed_list", &first).await?;
     threads_say(vmm, "Mems_allowed_list", &before.to_string()).await?;
@@ -164,7 +165,7 @@ async fn moved_with_its_memory_and_known_to_the_next_daemon(case: Case) -> Resul
     let container = filled(&pod).await?;
     let from = node_of(&place(&case, &pod.id)?)?;
     let to = u64::from(from == 0);
-    let moved = told(&case, &["place", "--move", &pod.id, &to.to_string()])?;
+    let moved = case.stack.cli_json(&["place", "--move", &pod.id, &to.to_string()])?;
     println!(
         "moved {} MiB from node {from} to node {to} in {} ms; {} KiB stay",
         moved["moved_bytes"].as_u64().unwrap_or_default() >> 20,
@@ -299,7 +300,7 @@ async fn pods_in_huge_pages(case: &Case, nodes: usize) -> Result<()> {
         filled(&pod).await?;
         let place = place(case, &pod.id)?;
         ensure!(share(&place, Some(node_of(&place)?))? >= LOCAL, "{place}");
-        let inspected = told(case, &["inspect", &pod.id])?;
+        let inspected = case.stack.cli_json(&["inspect", &pod.id])?;
         ensure!(inspected["start_path"] == "boot", "{inspected}");
         let maps = std::fs::read_to_string(format!("/proc/{}/smaps", case.vmm_of(&pod.id).await?))?;
         let kib = maps.lines().filter_map(|line| {
@@ -318,8 +319,8 @@ async fn pods_in_huge_pages(case: &Case, nodes: usize) -> Result<()> {
     let other = u64::from(node_of(&place(case, &pods[0].id)?)? == 0).to_string();
     let moved =
         case.stack.command("sandboxer-cli").args(["place", "--move", &pods[0].id, &other]).output()?;
-    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
-    ensure!(!moved.status.success() && said.contains("its memory is in huge pages"), "{said}");
+    let stderr = String::from_utf8_lossy(&moved.stderr).into_owned();
+    ensure!(!moved.status.success() && stderr.contains("its memory is in huge pages"), "{stderr}");
     for pod in pods {
         case.remove(&pod.id).await?;
     }
@@ -347,10 +348,10 @@ async fn no_vmm_runs_on_reserved_cpus(case: Case) -> Result<()> {
         format!("{config}\n[placement]\npolicy = \"off\"\nreserved_cpus = \"{reserved}\"\n"),
     )?;
     case.stack.kill_worker()?;
-    let held = held_to(&case, &earlier, &rest).await;
+    let outcome = check_other_cpus(&case, &earlier, &rest).await;
     std::fs::write(&path, &config)?;
     case.stack.kill_worker()?;
-    held?;
+    outcome?;
     threads_say(case.vmm_of(&earlier.id).await?, "Cpus_allowed_list", &before).await.context("released again")
 }
 
@@ -361,7 +362,7 @@ fn cpus_of(pid: Pid) -> Result<String> {
     Ok(list.context("no Cpus_allowed_list")?.to_owned())
 }
 
-async fn held_to(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {
+async fn check_other_cpus(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {
     let says = |pid| threads_say(pid, "Cpus_allowed_list", rest);
     says(case.vmm_of(&earlier.id).await?).await.context("a pod of the daemon before")?;
     let booted = booted(case, 1).await?;

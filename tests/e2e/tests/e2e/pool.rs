@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{Mount, NamespaceMode, PodSandboxConfig};
 use sandboxer_e2e::case::{Case, Pod, idle};
 
-use crate::templates::{pool_is_filled, told};
+use crate::templates::pool_is_filled;
 
 crate::cases![
     VmAlone: a_container_sees_what_it_sees_after_a_boot, a_pod_takes_the_pools_vm_if_it_fits,
@@ -100,7 +100,7 @@ async fn a_container_sees_what_it_sees_after_a_boot(case: Case) -> Result<()> {
     for (section, lines) in &pooled {
         for line in lines.symmetric_difference(&booted[section]) {
             boot_ids += usize::from(line.contains("random/boot_id"));
-            let may = |(of, has, _): &(&str, &str, &str)| of == section && line.contains(has);
+            let may = |(name, has, _): &(&str, &str, &str)| name == section && line.contains(has);
             if !MAY_DIFFER.iter().any(may) {
                 let whose = if lines.contains(line) { "pool" } else { "boot" };
                 unlike.push(format!("{section}, after {whose}: {line}"));
@@ -205,24 +205,21 @@ async fn a_pod_with_its_own_limits_takes_the_pools_vm(case: Case) -> Result<()> 
 async fn vms_that_wait_are_told_by_name(case: Case) -> Result<()> {
     let _pod = case.pod().await?;
     pool_is_filled(&case).await?;
-    let waiting: Vec<u64> = told(&case, &["template", "list"])?["pool"]
+    let waiting: Vec<u64> = case.stack.cli_json(&["template", "list"])?["pool"]
         .as_array()
         .context("no pool")?
         .iter()
         .filter_map(|vm| vm["vmm_pid"].as_u64())
         .collect();
     ensure!(!waiting.is_empty());
-    let report =
-        case.stack.command("sandboxer-cli").args(["mem-report", "--runtime", "sandboxer"]).output()?;
-    ensure!(report.status.success(), "{}", String::from_utf8_lossy(&report.stderr));
-    let report = String::from_utf8(report.stdout)?;
+    let report = case.stack.cli(&["mem-report", "--runtime", "sandboxer"])?;
     for pid in waiting {
         let mut lines = report.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
         let named =
             |words: &[&str]| words.first() == Some(&"pool") && words.contains(&pid.to_string().as_str());
         ensure!(lines.any(|words| named(&words)), "VM {pid} waits and is not told:\n{report}");
     }
-    let report = told(&case, &["mem-report", "--runtime", "sandboxer"])?;
+    let report = case.stack.cli_json(&["mem-report", "--runtime", "sandboxer"])?;
     let kib = report["memory"][0]["by_role"]["pool"].as_f64();
     ensure!(kib.is_some_and(|kib| kib > 0.0), "{}", report["memory"]);
     Ok(())
@@ -230,13 +227,13 @@ async fn vms_that_wait_are_told_by_name(case: Case) -> Result<()> {
 
 /// Returns how a pod got its VM.
 fn start_path(case: &Case, pod: &Pod) -> Result<String> {
-    let start_path = &told(case, &["inspect", &pod.id])?["start_path"];
+    let start_path = &case.stack.cli_json(&["inspect", &pod.id])?["start_path"];
     Ok(start_path.as_str().context("no start_path")?.to_owned())
 }
 
 /// Returns how many pods could not have a VM of the pool.
 fn misses(case: &Case) -> Result<u64> {
-    let listed = told(case, &["template", "list"])?;
+    let listed = case.stack.cli_json(&["template", "list"])?;
     let start_paths = listed["start_paths"].as_array().context("no start_paths")?;
     let missed = start_paths
         .iter()

@@ -17,7 +17,6 @@ use sandboxer_e2e::eventually;
 
 use crate::faults::{Seen, settled};
 use crate::memory::own_mib;
-use crate::templates::told;
 
 crate::cases![VmAlone: limits_grow_the_vm_and_shrink_it, resizes_at_random];
 
@@ -102,14 +101,12 @@ impl Configured {
 async fn small_pod(case: &Case, handler: &str, start_path: &str) -> Result<Pod> {
     eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 5, || async {
         if start_path == "template" {
-            let build = ["template", "build", "--vcpus", "1", "--memory", "256"];
-            let built = case.stack.command("sandboxer-cli").args(build).output()?;
-            ensure!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+            case.stack.cli(&["template", "build", "--vcpus", "1", "--memory", "256"])?;
         }
         let mut config = case.pod_config();
         config.linux.get_or_insert_default().resources = Some(both(SMALL, FEW_MILLIS));
         let id = case.cri.run_pod(&config, handler).await?;
-        if told(case, &["inspect", &id])?["start_path"] == start_path {
+        if case.stack.cli_json(&["inspect", &id])?["start_path"] == start_path {
             return Ok(Some(case.pod_of(&id, config)));
         }
         case.remove(&id).await?;
@@ -202,7 +199,7 @@ async fn follows(case: &Case, handler: &str, start_path: &str) -> Result<()> {
 /// The vCPUs follow too, where the VMM has that.
 async fn follow_cpus(case: &Case, pod: &Pod, container: &Container, start_path: &str) -> Result<()> {
     ensure!(vcpus(container).await? == FEW);
-    let vmm = told(case, &["inspect", &pod.id])?["vmm"].clone();
+    let vmm = case.stack.cli_json(&["inspect", &pod.id])?["vmm"].clone();
     if vmm != "cloud-hypervisor" {
         let refused = case.cri.update_pod(&pod.id, cpus(MANY_MILLIS)).await.err().context("it has more")?;
         ensure!(refused.message().contains("restart the pod"), "{refused}");
@@ -212,11 +209,11 @@ async fn follow_cpus(case: &Case, pod: &Pod, container: &Container, start_path: 
     // A container's limit alone: the limit of all is the sum of theirs.
     case.cri.update(&container.id, cpus(MANY_MILLIS)).await?;
     ensure!(vcpus(container).await? == MANY);
-    let size = told(case, &["inspect", &pod.id])?;
+    let size = case.stack.cli_json(&["inspect", &pod.id])?;
     ensure!(size["vcpus"] == MANY && size["boot_vcpus"] == FEW, "{size}");
     case.stack.kill_worker()?;
     eventually("the next daemon knows how many vCPUs there are", PATIENCE, || async {
-        Ok((told(case, &["inspect", &pod.id])?["vcpus"] == MANY).then_some(()))
+        Ok((case.stack.cli_json(&["inspect", &pod.id])?["vcpus"] == MANY).then_some(()))
     })
     .await?;
     case.cri.update(&container.id, cpus(FEW_MILLIS)).await?;
@@ -295,8 +292,8 @@ async fn resize_often(case: &Case, count: usize) -> Result<()> {
     for (pod, container, mib) in &pods {
         case.cri.update(&container.id, both(SMALL, FEW_MILLIS)).await?;
         case.cri.update_pod(&pod.id, both(SMALL, FEW_MILLIS)).await?;
-        let kept = shrinks_to_nearly(container, *mib).await?;
-        println!("a guest of {mib} MiB kept {kept} MiB of what it had got");
+        let remaining = shrinks_to_nearly(container, *mib).await?;
+        println!("a guest of {mib} MiB kept {remaining} MiB of what it had got");
         gives_vcpus_up(container).await?;
         ensure!(pod.ready().await?, "pod {} is not ready any more", pod.id);
     }
@@ -383,10 +380,10 @@ async fn total_mib(container: &Container) -> Result<u64> {
 async fn shrinks_to_nearly(container: &Container, mib: u64) -> Result<u64> {
     let last = AtomicU64::new(u64::MAX);
     eventually(&format!("a guest of {mib} MiB, and at most {KERNELS} more"), PATIENCE, || async {
-        let kept = total_mib(container).await?.saturating_sub(mib);
-        let settled = last.swap(kept, Ordering::Relaxed) == kept && kept <= KERNELS;
+        let remaining = total_mib(container).await?.saturating_sub(mib);
+        let settled = last.swap(remaining, Ordering::Relaxed) == remaining && remaining <= KERNELS;
         tokio::time::sleep(LAST_CHANGE).await;
-        Ok(settled.then_some(kept))
+        Ok(settled.then_some(remaining))
     })
     .await
 }

@@ -129,8 +129,8 @@ async fn limits_of_the_pod(case: Case) -> Result<()> {
     let cpu = LinuxContainerResources { cpu_quota: 50_000, cpu_period: 100_000, ..Default::default() };
     case.cri.update_pod(&pod.id, cpu).await?;
     ensure!(!fits(64).await, "a limit of CPU changed that of memory");
-    let held = "dd if=/dev/zero of=/dev/shm/file bs=1M count=12 2>/dev/null; echo held; sleep 1000";
-    let holder = pod.start(shell("holder", held)).await?;
+    let script = "dd if=/dev/zero of=/dev/shm/file bs=1M count=12 2>/dev/null; echo held; sleep 1000";
+    let holder = pod.start(shell("holder", script)).await?;
     holder.logged("held").await?;
     let refused = case.cri.update_pod(&pod.id, memory(8)).await.err().context("less than is held")?;
     ensure!(refused.message().contains("8 MiB is less than"), "{refused}");
@@ -151,20 +151,21 @@ async fn limits_beyond_the_vm(case: Case) -> Result<()> {
     let mut config = idle("c");
     config.linux.get_or_insert_default().resources = Some(limits(64, 1));
     let container = pod.start(config).await?;
-    for (asked, says) in [(limits(64, 64), "64 CPUs"), (limits(1 << 20, 1), "1048576 MiB")] {
-        let of_pod = case.cri.update_pod(&pod.id, asked.clone()).await.err().context("of the pod")?;
-        let of_container = case.cri.update(&container.id, asked).await.err().context("of the container")?;
+    for (resources, says) in [(limits(64, 64), "64 CPUs"), (limits(1 << 20, 1), "1048576 MiB")] {
+        let of_pod = case.cri.update_pod(&pod.id, resources.clone()).await.err().context("of the pod")?;
+        let of_container =
+            case.cri.update(&container.id, resources).await.err().context("of the container")?;
         for refused in [of_pod.message(), of_container.message()] {
             ensure!(refused.contains(says) && refused.contains("restart the pod"), "{refused}");
         }
     }
     ensure!(container.sh("cat /sys/fs/cgroup/memory.max").await? == (64 << 20).to_string());
     // As kubelet does when it restarts a container after a resize that was refused.
-    for (name, asked, says) in
+    for (name, resources, says) in
         [("cpus", limits(64, 64), "64 CPUs"), ("memory", limits(1 << 20, 1), "1048576 MiB")]
     {
         let mut config = idle(name);
-        config.linux.get_or_insert_default().resources = Some(asked);
+        config.linux.get_or_insert_default().resources = Some(resources);
         let refused = pod.start(config).await.err().context("of a new container")?;
         let refused = format!("{refused:#}");
         ensure!(refused.contains(says) && refused.contains("restart the pod"), "{refused}");
@@ -175,7 +176,7 @@ async fn limits_beyond_the_vm(case: Case) -> Result<()> {
 /// The VMM is in the pod's own group below the parent, in each hierarchy; the group goes with the pod.
 async fn counted_in_the_named_cgroup(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let groups = case.counted(&pod.id).await?;
+    let groups = case.vmm_cgroups(&pod.id).await?;
     let memory = groups.lines().find(|line| line.contains(":memory:") || line.starts_with("0::"));
     let group = format!("/sandboxer-{}", pod.id);
     ensure!(memory.is_some_and(|line| line.ends_with(&group)), "its memory is counted elsewhere: {groups}");
@@ -192,20 +193,20 @@ async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
     for handler in ["sandboxer-boot", "sandboxer-template"] {
         let config = case.pod_config();
         let pod = case.cri.run_pod(&config, handler).await?;
-        let counted = memory_of(&case, &format!("/sandboxer-{pod}"))?;
-        ensure!(counted >= LEAST, "{handler}: only {counted} bytes are counted in the pod's group");
+        let bytes = memory_of(&case, &format!("/sandboxer-{pod}"))?;
+        ensure!(bytes >= LEAST, "{handler}: only {bytes} bytes are counted in the pod's group");
     }
     eventually("a VM of the pool, counted in the pool's group", PATIENCE, || async {
         // Another case's pod may take it at any moment.
-        let is_counted = |vmm: &Pid| {
+        let is_in_group = |vmm: &Pid| {
             let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
             groups.is_ok_and(|groups| groups.lines().any(|line| line.contains("-idle/")))
         };
-        Ok(case.stack.waiting()?.iter().any(is_counted).then_some(()))
+        Ok(case.stack.waiting()?.iter().any(is_in_group).then_some(()))
     })
     .await?;
-    let counted = memory_of(&case, "-idle")?;
-    ensure!(counted >= LEAST, "only {counted} bytes are counted in the pool's group");
+    let bytes = memory_of(&case, "-idle")?;
+    ensure!(bytes >= LEAST, "only {bytes} bytes are counted in the pool's group");
     Ok(())
 }
 
@@ -252,6 +253,7 @@ async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
         ("io.sandboxer.net-bps-rx", "0"),
         ("io.sandboxer.net-bps-tx-burst", "1Gi"),
         ("kubernetes.io/ingress-bandwidth", "1k"),
+        ("io.sandboxer.egress", "example.org"),
     ] {
         let refused = case.pod_with(|config| drop(config.annotations.insert(key.into(), value.into()))).await;
         let error = refused.err().with_context(|| format!("{key}={value} was accepted"))?;

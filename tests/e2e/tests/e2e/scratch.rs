@@ -23,20 +23,20 @@ const MIB: u64 = 1 << 20;
 
 /// Returns the scratch disks that a VMM has open, once or twice, by the room that each takes on the host. None of them has a name.
 fn disks_of(vmm: Pid) -> Result<Vec<u64>> {
-    let mut rooms = BTreeMap::new();
+    let mut sizes = BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
         let path = entry?.path();
         let target = fs::read_link(&path).unwrap_or_default().display().to_string();
         if target.contains("/rootfs/scratch/") {
             ensure!(target.ends_with(" (deleted)"), "{target} has a name");
             let file = fs::metadata(&path)?;
-            rooms.insert((file.dev(), file.ino()), file.blocks() * 512);
+            sizes.insert((file.dev(), file.ino()), file.blocks() * 512);
         }
     }
-    Ok(rooms.into_values().collect())
+    Ok(sizes.into_values().collect())
 }
 
-fn room_of(vmm: Pid) -> Result<u64> {
+fn disk_bytes(vmm: Pid) -> Result<u64> {
     Ok(disks_of(vmm)?.iter().sum())
 }
 
@@ -60,20 +60,22 @@ async fn more_than_its_memory(case: Case) -> Result<()> {
     let seed = container.sh(writes).await?;
     let reads = "for n in 0 60 120 180 240 299; do dd if=/big bs=1M skip=$n count=1 2>/dev/null | sha256sum; done | sort -u; \
                  stat -c %s /big; cat /sys/fs/cgroup/memory.max; df -k / | tail -1 | awk '{ print $2 }'";
-    let said = container.sh(reads).await?;
-    let [sums, length, limit, size] = said.lines().collect::<Vec<_>>()[..] else { anyhow::bail!("{said}") };
-    ensure!(sums == seed, "{said}: not what was written, {seed}");
-    ensure!(length == (300 * MIB).to_string() && limit == (128 * MIB).to_string(), "{said}");
+    let output = container.sh(reads).await?;
+    let [sums, length, limit, size] = output.lines().collect::<Vec<_>>()[..] else {
+        anyhow::bail!("{output}")
+    };
+    ensure!(sums == seed, "{output}: not what was written, {seed}");
+    ensure!(length == (300 * MIB).to_string() && limit == (128 * MIB).to_string(), "{output}");
     ensure!(size.parse::<u64>()? * 1024 > 9 << 30, "the disk has {size} KiB");
     ensure!(
-        room_of(vmm)? >= 170 * MIB,
+        disk_bytes(vmm)? >= 170 * MIB,
         "what the limit has no room for is on the host: {:?}",
         disks_of(vmm)?
     );
 
     case.cri.stop(&container.id, 5).await?;
     case.cri.remove(&container.id).await?;
-    ensure!(room_of(vmm)? < MIB, "what it wrote takes room still: {:?}", disks_of(vmm)?);
+    ensure!(disk_bytes(vmm)? < MIB, "what it wrote takes room still: {:?}", disks_of(vmm)?);
     ensure!(pod.output("echo goes on").await? == "goes on");
     Ok(())
 }
@@ -108,8 +110,8 @@ async fn each_container_begins_anew(case: Case) -> Result<()> {
     for attempt in 0..3 {
         // The first has the disk that was there before it; those at the same time and after it have their own.
         let beside = pod.start(idle(&format!("beside{attempt}"))).await?;
-        let said = pod.run(shell(&format!("c{attempt}"), begins)).await?.logs.stdout;
-        ensure!(said == "/bin/vi\nmine\n", "attempt {attempt}: {said}");
+        let output = pod.run(shell(&format!("c{attempt}"), begins)).await?.logs.stdout;
+        ensure!(output == "/bin/vi\nmine\n", "attempt {attempt}: {output}");
         ensure!(
             beside.sh("ls -d /etc; ls /mine 2>/dev/null; true").await? == "/etc",
             "they have one in common"
@@ -123,10 +125,11 @@ async fn what_is_deleted_is_the_hosts_again(case: Case) -> Result<()> {
     let container = pod.start(idle("c")).await?;
     let vmm = case.vmm_of(&pod.id).await?;
     container.sh("dd if=/dev/zero of=/big bs=1M count=64 2>/dev/null; sync").await?;
-    let full = room_of(vmm)?;
+    let full = disk_bytes(vmm)?;
     ensure!(full >= 64 * MIB, "{full} bytes");
     container.sh("rm /big; sync").await?;
-    eventually("room on the host", PATIENCE, || async { Ok((room_of(vmm)? < 8 * MIB).then_some(())) }).await
+    eventually("room on the host", PATIENCE, || async { Ok((disk_bytes(vmm)? < 8 * MIB).then_some(())) })
+        .await
 }
 
 async fn a_root_that_is_read_only_has_no_disk(case: Case) -> Result<()> {
@@ -181,12 +184,12 @@ async fn written_on_after_the_workers_death(case: Case) -> Result<()> {
     container.sh("dd if=/dev/zero of=/before bs=1M count=16 2>/dev/null; sync").await?;
     case.stack.kill_worker()?;
     container.sh("dd if=/dev/zero of=/after bs=1M count=16 2>/dev/null; sync; cmp /before /after").await?;
-    ensure!(room_of(vmm)? >= 32 * MIB, "{:?}", disks_of(vmm)?);
+    ensure!(disk_bytes(vmm)? >= 32 * MIB, "{:?}", disks_of(vmm)?);
     let second = pod.start(idle("second")).await?;
     second.sh("test ! -e /before").await?;
     case.cri.stop(&container.id, 5).await?;
     case.cri.remove(&container.id).await?;
-    ensure!(room_of(vmm)? < MIB, "{:?}", disks_of(vmm)?);
+    ensure!(disk_bytes(vmm)? < MIB, "{:?}", disks_of(vmm)?);
     // Made once, copied for each.
     let scratch = case.stack.daemon_dirs()[1].join("rootfs/scratch");
     let names = || -> Result<Vec<String>> {
@@ -220,9 +223,9 @@ async fn full_disk(case: &Case) -> Result<()> {
         other.start(shell("counts", "n=0; while :; do echo $n; n=$((n+1)); sleep 0.1; done")).await?;
     let greedy_one = greedy.start(idle("greedy")).await?;
     let fills = "dd if=/dev/zero of=/big bs=1M count=100 conv=fsync 2>&1 || true; echo lives";
-    let said = greedy_one.sh(fills).await?;
-    ensure!(said.contains("No space left") || said.contains("Input/output error"), "{said}");
-    ensure!(said.ends_with("lives"), "{said}");
+    let output = greedy_one.sh(fills).await?;
+    ensure!(output.contains("No space left") || output.contains("Input/output error"), "{output}");
+    ensure!(output.ends_with("lives"), "{output}");
     let lines = counts.logs()?.lines;
     ensure!(counts.sh("ls /bin >/dev/null; echo here").await? == "here");
     eventually("another pod's log", PATIENCE, || async { Ok((counts.logs()?.lines > lines).then_some(())) })

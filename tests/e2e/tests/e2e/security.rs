@@ -32,9 +32,7 @@ fn namespace(pid: u64, kind: &str) -> Result<String> {
 
 /// Returns what `inspect` tells of a pod.
 pub fn inspected(case: &Case, pod: &Pod) -> Result<Value> {
-    let shown = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
-    ensure!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr));
-    Ok(serde_json::from_slice(&shown.stdout)?)
+    case.stack.cli_json(&["inspect", &pod.id])
 }
 
 /// Whether `jail` is what the kernel tells of `pid`.
@@ -68,8 +66,7 @@ async fn the_jail_is_shown_as_the_kernel_has_it(case: Case) -> Result<()> {
     agrees(&case, jail, shown["vmm_pid"].as_u64().context("no vmm_pid")?)?;
     ensure!(jail["capability_bounds"] == 0 && jail["capabilities"] == 0, "{jail}");
 
-    let people = case.stack.command("sandboxer-cli").args(["inspect", &pod.id]).output()?;
-    let people = String::from_utf8(people.stdout)?;
+    let people = case.stack.cli(&["inspect", &pod.id])?;
     ensure!(people.contains("Jail of the VMM") && people.contains("none, and can get none"), "{people}");
     Ok(())
 }
@@ -107,18 +104,22 @@ async fn the_daemon_keeps_the_capabilities_that_are_told(case: Case) -> Result<(
     // The keeper, the front, and the worker behind it.
     let daemon = [case.stack.pid("sandboxer")?, case.stack.front()?, case.stack.worker()?];
     let text = include_str!("../../../../docs/security.md");
-    let mut told = 0;
+    let mut documented = 0;
     for name in text.lines().filter_map(|line| line.strip_prefix("| `CAP_")?.split('`').next()) {
         let capability: caps::Capability = format!("CAP_{name}").parse()?;
-        told |= capability.bitmask();
+        documented |= capability.bitmask();
     }
     let ours = u64::from_str_radix(&status(std::process::id().into(), "CapBnd")?, 16)?;
     for process in daemon {
         let process = u64::try_from(process.as_raw())?;
         for set in ["CapEff", "CapPrm", "CapBnd"] {
-            let kept = u64::from_str_radix(&status(process, set)?, 16)?;
+            let actual = u64::from_str_radix(&status(process, set)?, 16)?;
             // What this host doesn't give to anyone, it can't keep.
-            ensure!(kept == told & ours, "{set} is {kept:x}, {:x} are told and to be had", told & ours);
+            ensure!(
+                actual == documented & ours,
+                "{set} is {actual:x}, {:x} are told and to be had",
+                documented & ours
+            );
         }
         ensure!(status(process, "CapInh")? == "0000000000000000");
     }

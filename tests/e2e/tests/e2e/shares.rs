@@ -26,7 +26,7 @@ crate::cases![
 ];
 
 /// `config` with `source` at `/data`.
-fn with(mut config: ContainerConfig, source: &Path, readonly: bool) -> ContainerConfig {
+fn with_data(mut config: ContainerConfig, source: &Path, readonly: bool) -> ContainerConfig {
     config.mounts.push(Mount {
         container_path: "/data".into(),
         host_path: source.display().to_string(),
@@ -52,7 +52,7 @@ fn sum(path: &Path) -> Result<String> {
 async fn live_both_ways(case: Case) -> Result<()> {
     let host = host()?;
     std::fs::write(host.path().join("early"), "from the host")?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     ensure!(container.sh("cat /data/early").await? == "from the host");
     container.sh("echo from inside >/data/new; mkdir /data/dir").await?;
     ensure!(std::fs::read_to_string(host.path().join("new"))? == "from inside\n");
@@ -76,7 +76,7 @@ async fn live_both_ways(case: Case) -> Result<()> {
 async fn read_only_stays_as_it_is(case: Case) -> Result<()> {
     let host = host()?;
     std::fs::write(host.path().join("file"), "content")?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), true)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), true)).await?;
     ensure!(container.sh("cat /data/file").await? == "content");
     for script in
         ["echo x >/data/new", "echo x >>/data/file", "rm /data/file", "chmod 777 /data/file", "mkdir /data/d"]
@@ -98,8 +98,8 @@ async fn read_only_as_deep_as_asked(case: Case) -> Result<()> {
     let tried = async {
         let pod = case.pod().await?;
         let script = "touch /data/a 2>&1; touch /data/below/b 2>&1 && echo written below";
-        let plain = pod.run(with(shell("plain", script), host.path(), true)).await?.logs.stdout;
-        let mut deep = with(shell("deep", script), host.path(), true);
+        let plain = pod.run(with_data(shell("plain", script), host.path(), true)).await?.logs.stdout;
+        let mut deep = with_data(shell("deep", script), host.path(), true);
         deep.mounts[0].recursive_read_only = true;
         let deep = pod.run(deep).await?.logs.stdout;
         Ok::<_, anyhow::Error>((plain, deep))
@@ -117,7 +117,7 @@ async fn single_file(case: Case) -> Result<()> {
     let file = host.path().join("file");
     std::fs::write(&file, "content")?;
     std::fs::write(host.path().join("neighbour"), "secret")?;
-    let container = case.pod().await?.start(with(idle("c"), &file, false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), &file, false)).await?;
     ensure!(container.sh("cat /data; echo more >>/data").await? == "content");
     ensure!(std::fs::read_to_string(&file)? == "contentmore\n");
     Ok(())
@@ -127,18 +127,21 @@ async fn owners_and_modes(case: Case) -> Result<()> {
     let host = host()?;
     std::fs::write(host.path().join("mine"), "private")?;
     std::fs::set_permissions(host.path().join("mine"), std::fs::Permissions::from_mode(0o600))?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     container.sh("cd /data; echo x >given; chown 1234:5678 given; chmod 2750 given; chmod 600 mine").await?;
     let given = std::fs::metadata(host.path().join("given"))?;
     ensure!((given.uid(), given.gid(), given.mode() & 0o7777) == (1234, 5678, 0o2750), "{given:?}");
     ensure!(container.sh("stat -c '%u:%g %a' /data/given").await? == "1234:5678 2750");
 
-    let mut config =
-        with(shell("u", "id -u; cat /data/mine || echo refused; echo x >/data/theirs"), host.path(), false);
+    let mut config = with_data(
+        shell("u", "id -u; cat /data/mine || echo refused; echo x >/data/theirs"),
+        host.path(),
+        false,
+    );
     let security = sandboxer_e2e::case::security(&mut config);
     security.run_as_user = Some(k8s_cri::v1::Int64Value { value: 4321 });
-    let said = case.pod().await?.run(config).await?.success()?;
-    ensure!(said == "4321\nrefused", "{said}");
+    let output = case.pod().await?.run(config).await?.success()?;
+    ensure!(output == "4321\nrefused", "{output}");
     ensure!(std::fs::metadata(host.path().join("theirs"))?.uid() == 4321);
     Ok(())
 }
@@ -147,15 +150,15 @@ async fn renamed_and_removed_while_open(case: Case) -> Result<()> {
     let host = host()?;
     let script = "cd /data; exec 3<>open; echo one >&3; mv open moved; echo two >&3; cat moved; rm moved
         echo three >&3; ls | wc -l; cat <&3; echo end; echo a >a; echo b >b; mv a b; cat b; ls";
-    let said = case.pod().await?.run(with(shell("c", script), host.path(), false)).await?.success()?;
-    ensure!(said == "one\ntwo\n0\nend\na\nb", "{said}");
+    let output = case.pod().await?.run(with_data(shell("c", script), host.path(), false)).await?.success()?;
+    ensure!(output == "one\ntwo\n0\nend\na\nb", "{output}");
     Ok(())
 }
 
 async fn large_file(case: Case) -> Result<()> {
     let host = host()?;
     let expected = random(&host.path().join("large"), 64)?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     let seen = container.sh("cp /data/large /data/copy && sha256sum </data/copy").await?;
     ensure!(seen.starts_with(&expected), "{seen}");
     ensure!(sum(&host.path().join("copy"))? == expected);
@@ -176,10 +179,10 @@ async fn copied_to_the_log(case: Case) -> Result<()> {
     let lines: String = (0..60_000).map(|n| format!("line {n}\n")).collect();
     std::fs::write(host.path().join("lines"), &lines)?;
     let pod = case.pod().await?;
-    let ended = pod.run(with(shell("c", "echo begins; cat /data/lines"), host.path(), false)).await?;
+    let ended = pod.run(with_data(shell("c", "echo begins; cat /data/lines"), host.path(), false)).await?;
     ensure!(ended.status.exit_code == 0, "{:?}", ended.status);
     ensure!(ended.logs.stdout == format!("begins\n{lines}"), "{} bytes", ended.logs.stdout.len());
-    let container = pod.start(with(idle("other"), host.path(), false)).await?;
+    let container = pod.start(with_data(idle("other"), host.path(), false)).await?;
     ensure!(container.sh("cat /data/lines").await? == lines.trim_end());
     Ok(())
 }
@@ -193,7 +196,7 @@ async fn copied_from_the_input(case: Case) -> Result<()> {
     let program = host.path().join("splice");
     std::fs::write(&program, SPLICE)?;
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     let lines: String = (0..30_000).map(|n| format!("line {n}\n")).collect();
     let script = format!("exec /data/splice {} >/data/copy", lines.len());
     let url = case.cri.exec(&container.id, &["sh", "-c", &script], false).await?;
@@ -207,7 +210,7 @@ async fn copied_from_the_input(case: Case) -> Result<()> {
 
 async fn many_small_files(case: Case) -> Result<()> {
     let host = host()?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     let made = "cd /data; for i in $(seq 300); do echo $i >$i; done; ls | wc -l; cat * | sort -n | tail -1";
     ensure!(container.sh(made).await? == "300\n300");
     ensure!(std::fs::read_dir(host.path())?.count() == 300);
@@ -222,7 +225,7 @@ async fn link_leads_nowhere_else(case: Case) -> Result<()> {
     symlink(outside.path(), host.path().join("dir"))?;
     symlink(outside.path().join("secret"), host.path().join("file"))?;
     symlink("/etc/hostname", host.path().join("own"))?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
     for path in ["dir/secret", "file", "../secret"] {
         ensure!(container.sh(&format!("cat /data/{path}")).await.is_err(), "{path} was read");
     }
@@ -235,7 +238,7 @@ async fn link_leads_nowhere_else(case: Case) -> Result<()> {
 async fn program_is_run(case: Case) -> Result<()> {
     let host = host()?;
     std::fs::copy("/bin/busybox", host.path().join("busybox")).context("busybox-static is installed")?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), true)).await?;
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), true)).await?;
     ensure!(container.sh("/data/busybox echo it runs").await? == "it runs");
     Ok(())
 }
@@ -243,9 +246,9 @@ async fn program_is_run(case: Case) -> Result<()> {
 async fn two_containers_have_it_in_common(case: Case) -> Result<()> {
     let (first, second) = (host()?, host()?);
     let pod = case.pod().await?;
-    let a = pod.start(with(idle("a"), first.path(), false)).await?;
-    let b = pod.start(with(idle("b"), first.path(), false)).await?;
-    let c = pod.start(with(idle("c"), second.path(), false)).await?;
+    let a = pod.start(with_data(idle("a"), first.path(), false)).await?;
+    let b = pod.start(with_data(idle("b"), first.path(), false)).await?;
+    let c = pod.start(with_data(idle("c"), second.path(), false)).await?;
     a.sh("echo hello >/data/file").await?;
     ensure!(b.sh("cat /data/file").await? == "hello");
     ensure!(c.sh("ls /data").await?.is_empty(), "another directory has the file, too");
@@ -263,7 +266,7 @@ async fn what_is_not_there(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let missing = host.path().join("missing");
     // A kubelet expects this: CRI creates a directory.
-    let made = pod.start(with(idle("c"), &missing, false)).await?;
+    let made = pod.start(with_data(idle("c"), &missing, false)).await?;
     made.sh("echo x >/data/file").await?;
     ensure!(missing.join("file").exists());
     Ok(())
@@ -293,7 +296,7 @@ impl Volume {
 
     /// A container that follows its mounts.
     async fn container(&self, case: &Case) -> Result<Container> {
-        let mut config = with(idle("c"), self.0.path(), false);
+        let mut config = with_data(idle("c"), self.0.path(), false);
         config.mounts[0].propagation = MountPropagation::PropagationHostToContainer.into();
         Ok(case.pod().await?.start(config).await?)
     }
@@ -369,7 +372,7 @@ async fn files_of_the_kernel(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for (source, file) in [("/proc", "sys/kernel/ostype"), ("/sys/kernel", "profiling")] {
         let name = file.rsplit('/').next().unwrap_or(file);
-        let container = pod.start(with(idle(name), Path::new(source), true)).await?;
+        let container = pod.start(with_data(idle(name), Path::new(source), true)).await?;
         let expected = std::fs::read_to_string(Path::new(source).join(file))?;
         let seen = container.sh(&format!("cat /data/{file}")).await?;
         ensure!(!seen.is_empty() && seen == expected.trim_end(), "{source}/{file}: {seen:?}");
@@ -385,9 +388,9 @@ async fn what_programs_do_to_files(case: Case) -> Result<()> {
     let program = host.path().join("files");
     std::fs::write(&program, FILES)?;
     std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
-    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
-    let said = container.sh("/data/files /data/file").await?;
-    ensure!(said.lines().count() == 13 && said.lines().all(|line| line.ends_with(" ok")), "{said}");
+    let container = case.pod().await?.start(with_data(idle("c"), host.path(), false)).await?;
+    let output = container.sh("/data/files /data/file").await?;
+    ensure!(output.lines().count() == 13 && output.lines().all(|line| line.ends_with(" ok")), "{output}");
     Ok(())
 }
 
@@ -409,11 +412,11 @@ async fn directory_of_another_user(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for (user, expected) in [(4321, "4321\nx"), (4322, "4322\nrefused")] {
         let script = "id -u; cd /data/private 2>/dev/null && echo x >file && cat file || echo refused";
-        let mut config = with(shell(&format!("u{user}"), script), host.path(), false);
+        let mut config = with_data(shell(&format!("u{user}"), script), host.path(), false);
         sandboxer_e2e::case::security(&mut config).run_as_user =
             Some(k8s_cri::v1::Int64Value { value: user });
-        let said = pod.run(config).await?.success()?;
-        ensure!(said == expected, "{said}");
+        let output = pod.run(config).await?.success()?;
+        ensure!(output == expected, "{output}");
     }
     Ok(())
 }
@@ -428,7 +431,7 @@ async fn a_hundred_thousand_files(case: Case) -> Result<()> {
     }
     std::fs::write(host.path().join("0/0"), "the first")?;
     let pod = case.pod().await?;
-    let container = pod.start(with(idle("c"), host.path(), false)).await?;
+    let container = pod.start(with_data(idle("c"), host.path(), false)).await?;
     for server in case.stack.processes("sandboxer-share")? {
         let groups = std::fs::read_to_string(format!("/proc/{server}/cgroup")).unwrap_or_default();
         if groups.lines().any(|line| line.ends_with(&format!("/sandboxer-{}", pod.id))) {
@@ -452,14 +455,14 @@ async fn one_process_for_a_pod_and_none_without_shares(case: Case) -> Result<()>
     let pod = case.pod().await?;
     pod.start(idle("plain")).await?;
     ensure!(servers()? == before, "a pod without shares has a process for them");
-    pod.start(with(idle("a"), first.path(), false)).await?;
-    pod.start(with(idle("b"), second.path(), true)).await?;
+    pod.start(with_data(idle("a"), first.path(), false)).await?;
+    pod.start(with_data(idle("b"), second.path(), true)).await?;
     let mut of_pod = servers()?;
     of_pod.retain(|pid| !before.contains(pid));
     ensure!(of_pod.len() == 1, "{of_pod:?}");
     let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", of_pod[0]))?;
-    let counted = groups.lines().any(|line| line.ends_with(&format!("/sandboxer-{}", pod.id)));
-    ensure!(counted, "it is not counted with its pod: {groups}");
+    let is_in_group = groups.lines().any(|line| line.ends_with(&format!("/sandboxer-{}", pod.id)));
+    ensure!(is_in_group, "it is not counted with its pod: {groups}");
     let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
     ensure!(!mounts.contains(&first.path().display().to_string()), "the host has a mount more");
     case.cri.stop_pod(&pod.id).await?;
@@ -472,7 +475,7 @@ async fn a_server_that_ends_takes_the_shares_and_not_the_pod(case: Case) -> Resu
     let before = case.stack.processes("sandboxer-share")?;
     let host = host()?;
     let pod = case.pod().await?;
-    let container = pod.start(with(idle("c"), host.path(), false)).await?;
+    let container = pod.start(with_data(idle("c"), host.path(), false)).await?;
     container.sh("echo x >/data/file").await?;
     let mut servers = case.stack.processes("sandboxer-share")?;
     servers.retain(|pid| !before.contains(pid));
@@ -486,7 +489,7 @@ async fn a_server_that_ends_takes_the_shares_and_not_the_pod(case: Case) -> Resu
     ensure!(format!("{error:#}").contains("Input/output error"), "{error:#}");
     ensure!(container.sh("echo fine").await? == "fine");
     ensure!(pod.output("echo fine").await? == "fine");
-    let refused = pod.start(with(idle("d"), host.path(), false)).await.err().context("it was taken")?;
+    let refused = pod.start(with_data(idle("d"), host.path(), false)).await.err().context("it was taken")?;
     ensure!(refused.message().contains("has ended"), "{refused}");
     Ok(())
 }
@@ -499,7 +502,7 @@ async fn killed_during_io(case: Case) -> Result<()> {
     // goes on where that one was ended.
     let script = "i=$(ls /data | grep -c d); while :; do
         i=$((i+1)); echo $i >>/data/log; mkdir /data/d$i || exit 1; done";
-    pod.start(with(shell("c0", script), host.path(), false)).await?;
+    pod.start(with_data(shell("c0", script), host.path(), false)).await?;
     let servers = case.stack.processes("sandboxer-share")?;
     ensure!(servers.len() == 1, "{servers:?}");
     let lines = || std::fs::read_to_string(&log).unwrap_or_default().lines().count();
@@ -524,7 +527,7 @@ async fn killed_during_io(case: Case) -> Result<()> {
         if lines() > made {
             std::fs::create_dir(host.path().join(format!("d{}", made + 1)))?;
         }
-        pod.start(with(shell(&format!("c{round}"), script), host.path(), false)).await?;
+        pod.start(with_data(shell(&format!("c{round}"), script), host.path(), false)).await?;
     }
     ensure!(
         case.stack.processes("sandboxer-share")? == servers,
@@ -545,7 +548,7 @@ async fn read_on_while_the_worker_is_dead(case: Case) -> Result<()> {
     // The contents are requested again on each open.
     let script = "while sleep 0.1; do sha256sum </data/large >>/data/sums; done";
     let pod = case.pod().await?;
-    let container = pod.start(with(shell("c", script), host.path(), false)).await?;
+    let container = pod.start(with_data(shell("c", script), host.path(), false)).await?;
     let sums = || std::fs::read_to_string(host.path().join("sums")).unwrap_or_default();
     let more_than = async |count: usize| {
         eventually("sums of the file", PATIENCE, || async {

@@ -18,10 +18,10 @@ async fn two_containers(case: &Case) -> Result<(Pod, [Vec<PathBuf>; 2])> {
     let mut disks = Vec::new();
     for name in ["one", "two"] {
         let container = pod.start(idle(name)).await?;
-        let said = container
+        let output = container
             .sh("sha256sum /bin/busybox && test ! -e /written && echo data > /written && cat /written")
             .await?;
-        ensure!(said.starts_with(&expected) && said.ends_with("\ndata"), "{name}: {said}");
+        ensure!(output.starts_with(&expected) && output.ends_with("\ndata"), "{name}: {output}");
         let mut all = disks_of(case, &pod, &container.id)?;
         // What a container writes to, where that is not the snapshotter's, is its own.
         all.retain(|disk| !disk.starts_with(store(case).join("scratch")));
@@ -40,14 +40,12 @@ fn sum(command: &mut Command) -> Result<String> {
 
 /// Returns the files and devices plugged in for a container, as the daemon tells.
 fn disks_of(case: &Case, pod: &Pod, container: &str) -> Result<Vec<PathBuf>> {
-    let output = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
-    ensure!(output.status.success(), "inspect: {}", String::from_utf8_lossy(&output.stderr));
-    let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-    let containers = told["containers"].as_array().context("no containers")?;
+    let inspected = case.stack.cli_json(&["inspect", &pod.id])?;
+    let containers = inspected["containers"].as_array().context("no containers")?;
     let found = containers.iter().find(|one| one["id"] == container).context("container is not told")?;
     let disks = found["disks"].as_array().context("no disks")?;
     let disks: Vec<PathBuf> = disks.iter().filter_map(|disk| disk.as_str()).map(PathBuf::from).collect();
-    ensure!(!disks.is_empty(), "no disk: {told}");
+    ensure!(!disks.is_empty(), "no disk: {inspected}");
     Ok(disks)
 }
 

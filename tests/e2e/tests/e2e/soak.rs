@@ -24,7 +24,7 @@ struct Holds {
 }
 
 impl Holds {
-    fn of(pid: Pid) -> Result<Self> {
+    fn read(pid: Pid) -> Result<Self> {
         let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
         let pss =
             rollup.lines().find_map(|line| line.strip_prefix("Pss:")).context("no Pss in smaps_rollup")?;
@@ -45,7 +45,7 @@ fn open_files(pid: Pid) -> Vec<String> {
 /// Slope of the points (s, KiB) in KiB a minute, and its standard error, by least squares.
 fn slope(points: &[(f64, f64)]) -> (f64, f64) {
     let n = points.len() as f64;
-    let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / n;
+    let mean = |coordinate: fn(&(f64, f64)) -> f64| points.iter().map(coordinate).sum::<f64>() / n;
     let (x, y) = (mean(|point| point.0), mean(|point| point.1));
     let spread: f64 = points.iter().map(|point| (point.0 - x).powi(2)).sum();
     let slope = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum::<f64>() / spread;
@@ -61,7 +61,7 @@ async fn churn(case: Case) -> Result<()> {
         Err(_) => 60,
     };
     let half = Duration::from_secs(seconds) / 2;
-    let kubelets = [Kubelet::of_another(&case, "a")?, Kubelet::of_another(&case, "b")?];
+    let kubelets = [Kubelet::named(&case, "a")?, Kubelet::named(&case, "b")?];
     let two_lives = || try_join_all(kubelets.iter().map(|kubelet| life(&case, kubelet)));
     let mut seen = Seen::begin(&case, "churn", 1).await?;
 
@@ -70,20 +70,20 @@ async fn churn(case: Case) -> Result<()> {
     two_lives().await?;
     let (worker, front) = (case.stack.worker()?, case.stack.pid("sandboxer")?);
     settled(&case).await?;
-    let (before, front_before) = (Holds::of(worker)?, Holds::of(front)?);
+    let (before, front_before) = (Holds::read(worker)?, Holds::read(front)?);
     let (began, mut memory) = (Instant::now(), Vec::new());
     while began.elapsed() < half {
         two_lives().await?;
         seen.others += 2;
         seen.check().await?;
-        memory.push((began.elapsed().as_secs_f64(), Holds::of(worker)?.pss_kib as f64));
+        memory.push((began.elapsed().as_secs_f64(), Holds::read(worker)?.pss_kib as f64));
     }
     settled(&case).await?;
     ensure!(case.stack.worker()? == worker, "the worker has ended by itself");
     // Files that are open for a moment, such as a record during a sync, are not leaks.
     let what = format!("{} open files or fewer", before.files);
     let after = eventually(&what, PATIENCE, || async {
-        Ok(Some(Holds::of(worker)?).filter(|now| now.files <= before.files))
+        Ok(Some(Holds::read(worker)?).filter(|now| now.files <= before.files))
     });
     let after = after.await.with_context(|| format!("open are {:?}", open_files(worker)))?;
     // In the first half what has a bound fills up to it: the last 1,024 events take some ninety pods.
@@ -115,7 +115,7 @@ async fn churn(case: Case) -> Result<()> {
         seen.check().await?;
     }
     // What the front has for requests that may still be asked again is forgotten by and by.
-    let front_after = Holds::of(front)?;
+    let front_after = Holds::read(front)?;
     ensure!(front_after.files <= front_before.files + 8, "the front: {front_before:?}, then {front_after:?}");
     seen.end().await
 }

@@ -8,8 +8,6 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::stream::Session;
 
-use crate::templates::told;
-
 crate::cases![
     Any: logs_keep_streams_apart, long_lines_and_much_output, log_reopened, exec_sync,
     exec_binary, exec_many_at_once,
@@ -93,8 +91,8 @@ async fn exec_many_at_once(case: Case) -> Result<()> {
     let execs = (0..100).map(|n| {
         let container = container.clone();
         async move {
-            let said = container.sh(&format!("echo {n}")).await?;
-            ensure!(said == n.to_string(), "exec {n} said {said}");
+            let output = container.sh(&format!("echo {n}")).await?;
+            ensure!(output == n.to_string(), "exec {n} said {output}");
             Ok(())
         }
     });
@@ -162,8 +160,8 @@ async fn exec_stdin_ends(case: Case) -> Result<()> {
     command.stdin(Stdio::from(std::fs::File::open(input.path())?));
     let output = tokio::task::spawn_blocking(move || command.output());
     let output = tokio::time::timeout(PATIENCE, output).await.context("wc saw no end of its input")???;
-    let said = String::from_utf8_lossy(&output.stdout);
-    ensure!(said.trim() == "300000", "{said} {}", String::from_utf8_lossy(&output.stderr));
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    ensure!(stdout.trim() == "300000", "{stdout} {}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
 
@@ -228,7 +226,7 @@ async fn exit_while_nobody_reads_what_is_attached(case: Case) -> Result<()> {
     let mut session = Session::open(&url).await?;
     session.write("go\n").await?;
     eventually("the exit in the daemon", PATIENCE, || async {
-        let container = &told(&case, &["inspect", &pod.id])?["containers"][0];
+        let container = &case.stack.cli_json(&["inspect", &pod.id])?["containers"][0];
         Ok((container["state"] == "exited" && container["exit_code"] == 3).then_some(()))
     })
     .await?;

@@ -20,8 +20,8 @@ const LIMIT: Duration = Duration::from_secs(180);
 const LIMIT_ALONE: Duration = Duration::from_secs(900);
 
 fn limit(on: On) -> Duration {
-    let asked = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
-    asked.map_or(if on.is_alone() { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
+    let configured = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
+    configured.map_or(if on.is_alone() { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
 }
 
 /// One stack, in which cases run.
@@ -48,7 +48,7 @@ impl Suite {
         let stack = Stack::up(daemon).context("cannot start the stack")?;
         let runtime = Runtime::new()?;
         let cri = runtime.block_on(async { Cri::connect(stack.containerd_socket()?) })?;
-        let containerd = Containerd::of(&stack)?;
+        let containerd = Containerd::query(&stack)?;
         println!(
             "stack of this run: {}, containerd {}, up in {:.1} s",
             stack.dir().display(),
@@ -81,15 +81,15 @@ impl Suite {
     pub fn write_versions(&self) -> Result<()> {
         let Some(document) = std::env::var_os("SANDBOXER_E2E_VERSIONS") else { return Ok(()) };
         let outcomes = self.outcomes();
-        let of = |passed: bool| {
+        let cases = |passed: bool| {
             let ours = outcomes.iter().filter_map(|(case, by)| Some((*case, by.get("sandboxer")?)));
             ours.filter(|(_, outcome)| outcome.is_ok() == passed).map(|(case, _)| case).collect::<Vec<_>>()
         };
         let not_applicable = self.not_applicable.lock().unwrap_or_else(PoisonError::into_inner);
         let outcome = versions::Outcome {
             containerd: &self.containerd,
-            passed: of(true).len(),
-            failed: of(false),
+            passed: cases(true).len(),
+            failed: cases(false),
             not_applicable: not_applicable.keys().copied().collect(),
         };
         versions::put_into(document.as_ref(), &outcome)
@@ -177,12 +177,12 @@ impl Suite {
         let width = outcomes.keys().map(|case| case.len()).max().unwrap_or_default();
         println!("\n{:width$}  sandboxer  runc", "case");
         for (case, by) in outcomes.iter() {
-            let of = |handler| match by.get(handler) {
+            let outcome = |handler| match by.get(handler) {
                 None => "-",
                 Some(Ok(())) => "ok",
                 Some(Err(_)) => "FAILED",
             };
-            println!("{case:width$}  {:9}  {}", of("sandboxer"), of("runc"));
+            println!("{case:width$}  {:9}  {}", outcome("sandboxer"), outcome("runc"));
         }
         for (case, why) in self.not_applicable.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             println!("{case:width$}  not beside containerd {}: {why}", self.containerd.version);

@@ -88,10 +88,10 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
         let pod = case.pod_with(adjust).await?;
         anyhow::Ok((inspected(&case, &pod.id)?["start_path"].clone(), pod))
     };
-    let built = told(&case, &["template", "build", "--memory", "320"])?;
+    let built = case.stack.cli_json(&["template", "build", "--memory", "320"])?;
     let key = built[0]["key"].as_str().with_context(|| format!("no key in {built}"))?.to_owned();
     ensure!(listed(&case, &key)?.is_some_and(|template| template["in_use"] == true), "it is not in use");
-    ensure!(told(&case, &["template", "verify", &key])?[0]["problem"] == "");
+    ensure!(case.stack.cli_json(&["template", "verify", &key])?[0]["problem"] == "");
     let (start_path, copy) = sized().await?;
     ensure!(start_path != "boot", "the template was not used");
 
@@ -101,10 +101,10 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
     file.read_exact_at(&mut byte, 20 << 20)?;
     file.write_all_at(&[byte[0] ^ 1], 20 << 20)?;
     let verified = case.stack.command("sandboxer-cli").args(["template", "verify"]).output()?;
-    let said =
+    let output =
         format!("{}{}", String::from_utf8_lossy(&verified.stdout), String::from_utf8_lossy(&verified.stderr));
-    ensure!(verified.status.code() == Some(1), "{:?}: {said}", verified.status);
-    ensure!(said.contains("memory\" is damaged: checksum mismatch"), "{said}");
+    ensure!(verified.status.code() == Some(1), "{:?}: {output}", verified.status);
+    ensure!(output.contains("memory\" is damaged: checksum mismatch"), "{output}");
     // What pods are copies of was read before.
     ensure!(sized().await?.0 != "boot");
 
@@ -118,10 +118,10 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
         Ok(listed(&case, &key)?.filter(|template| template["in_use"] == true))
     })
     .await?;
-    ensure!(told(&case, &["template", "verify", &key])?[0]["problem"] == "");
+    ensure!(case.stack.cli_json(&["template", "verify", &key])?[0]["problem"] == "");
     ensure!(sized().await?.0 != "boot");
 
-    told(&case, &["template", "rm", &key])?;
+    case.stack.cli_json(&["template", "rm", &key])?;
     ensure!(listed(&case, &key)?.is_none(), "it is listed still");
     ensure!(!memory.exists(), "its files are there still");
     ensure!(copy.output("echo here").await? == "here", "its copy is gone");
@@ -132,7 +132,7 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
 
 /// Returns what `sandboxer-cli template list` says of the template of this name.
 fn listed(case: &Case, key: &str) -> Result<Option<serde_json::Value>> {
-    let list = told(case, &["template", "list"])?;
+    let list = case.stack.cli_json(&["template", "list"])?;
     let templates = list["templates"].as_array().with_context(|| format!("no templates in {list}"))?;
     Ok(templates.iter().find(|template| template["key"] == key).cloned())
 }
@@ -189,24 +189,16 @@ async fn the_next_daemon_ends_what_waits_and_fills_the_pool_anew(case: Case) -> 
 
 /// Returns what `sandboxer-cli inspect` says of a pod.
 fn inspected(case: &Case, id: &str) -> Result<serde_json::Value> {
-    told(case, &["inspect", id])
-}
-
-pub fn told(case: &Case, words: &[&str]) -> Result<serde_json::Value> {
-    let output = case.stack.command("sandboxer-cli").args(words).arg("--json").output()?;
-    ensure!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(serde_json::from_slice(&output.stdout)?)
+    case.stack.cli_json(&["inspect", id])
 }
 
 pub async fn template_is_there(case: &Case) -> Result<()> {
-    let built = case.stack.command("sandboxer-cli").args(["template", "build"]).output()?;
-    ensure!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
-    Ok(())
+    case.stack.cli(&["template", "build"]).map(drop)
 }
 
 pub async fn pool_is_filled(case: &Case) -> Result<()> {
     eventually("a VM in the pool", PATIENCE, || async {
-        let pool = told(case, &["template", "list"])?;
+        let pool = case.stack.cli_json(&["template", "list"])?;
         Ok(pool["pool"].as_array().is_some_and(|pool| !pool.is_empty()).then_some(()))
     })
     .await

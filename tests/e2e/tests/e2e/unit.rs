@@ -63,13 +63,12 @@ impl<'a> Service<'a> {
 
     /// Process of the worker behind it; waits until that answers.
     fn worker(&self) -> Result<Pid> {
-        let output = self.case.stack.command("sandboxer-cli").args(["version", "--json"]).output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let pid = |name: &str| told["daemon"][name].as_i64().with_context(|| format!("no {name} in {told}"));
-        ensure!(pid("keeper_pid")? == 0, "systemd is the keeper: {told}");
+        let version = self.case.stack.cli_json(&["version"])?;
+        let pid =
+            |name: &str| version["daemon"][name].as_i64().with_context(|| format!("no {name} in {version}"));
+        ensure!(pid("keeper_pid")? == 0, "systemd is the keeper: {version}");
         let main = self.main()?;
-        ensure!(pid("front_pid")? == i64::from(main.as_raw()), "the main process is {main}: {told}");
+        ensure!(pid("front_pid")? == i64::from(main.as_raw()), "the main process is {main}: {version}");
         Ok(Pid::from_raw(pid("worker_pid")?.try_into()?))
     }
 
@@ -180,7 +179,7 @@ async fn killed_at_random(case: Case) -> Result<()> {
 
 async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
     let main = service.main()?;
-    held_to_its_capabilities(main)?;
+    check_capabilities(main)?;
     let bystander = Bystander::start(case, 20_000).await?;
 
     // Both are reloaded, and a worker of another build: no container notices.
@@ -234,7 +233,7 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
 }
 
 /// The unit's bound is what the process can ever have.
-fn held_to_its_capabilities(main: Pid) -> Result<()> {
+fn check_capabilities(main: Pid) -> Result<()> {
     let words = systemctl(&["show", "-P", "CapabilityBoundingSet", UNIT])?.split_whitespace().count();
     let status = fs::read_to_string(format!("/proc/{main}/status"))?;
     let bound = status.lines().find_map(|line| line.strip_prefix("CapBnd:")).context("no CapBnd")?;

@@ -2,11 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use sandboxer_e2e::stack::Stack;
+use sandboxer_e2e::{document, stack::Stack};
 
 /// First version with sandbox controllers of other processes; older ones run the launcher for each pod.
 const HAS_CONTROLLERS: (u32, u32) = (2, 0);
@@ -62,7 +61,7 @@ pub struct Containerd {
 
 impl Containerd {
     /// Asks the stack's program.
-    pub fn of(stack: &Stack) -> Result<Self> {
+    pub fn query(stack: &Stack) -> Result<Self> {
         let output = stack.command("containerd").arg("--version").output()?;
         let text = String::from_utf8(output.stdout)?;
         // containerd github.com/containerd/containerd/v2 v2.4.2 revision
@@ -108,19 +107,13 @@ pub struct Outcome<'a> {
     pub not_applicable: Vec<&'a str>,
 }
 
-/// Marks around the table in a document.
-const MARKS: (&str, &str) = ("<!-- made by the runs -->\n", "<!-- to here -->");
+/// Mark before the table in a document.
+const MARK: &str = "<!-- made by the runs -->\n";
 const HEAD: &str = "| containerd | route | passed | failed | not applicable |\n|---|---|--:|---|---|\n";
 
 /// Writes the run's line into the table in a document; the lines of other versions stay.
 pub fn put_into(document: &Path, outcome: &Outcome<'_>) -> Result<()> {
-    let (from, to) = MARKS;
-    let text = fs::read_to_string(document).with_context(|| format!("cannot read {}", document.display()))?;
-    let (before, rest) = text.split_once(from).context("the document has no start mark of the table")?;
-    let (made, after) = rest.split_once(to).context("the document has no end mark of the table")?;
-    let made = table(made, outcome);
-    fs::write(document, format!("{before}{from}{made}{to}{after}"))
-        .with_context(|| format!("cannot write {}", document.display()))
+    document::replace(document, MARK, |old| table(old, outcome))
 }
 
 /// Returns the table with this run's line in the place of an earlier one for the same version.

@@ -68,23 +68,23 @@ async fn volumes_that_hang_cost_their_pod_alone(case: Case) -> Result<()> {
     let bad = case.pod().await?;
     hung.iter().for_each(|volume| volume.set_silent(true));
 
-    let asked = hung.iter().enumerate().map(|(n, volume)| {
+    let starts = hung.iter().enumerate().map(|(n, volume)| {
         let (bad, config) = (bad.clone(), mounted(idle(&format!("c{n}")), "/data", volume.path(), false));
         async move { bad.start(config).await.err().map(|error| error.message().to_owned()) }
     });
-    let asked = tokio::spawn(futures::future::join_all(asked.collect::<Vec<_>>()));
+    let starts = tokio::spawn(futures::future::join_all(starts.collect::<Vec<_>>()));
     let reached = || hung.iter().all(|volume| volume.left_waiting() > 0);
     eventually("both volumes to hang", PATIENCE, || async { Ok(reached().then_some(())) }).await?;
     let lines = counts.logs()?.lines;
     let mut execs = 0;
-    while !asked.is_finished() {
+    while !starts.is_finished() {
         ensure!(counts.sh("echo here").await? == "here");
         case.cri.pods(("e2e.case", &case.name)).await?;
         execs += 1;
     }
     ensure!(execs > 2, "other pods waited: {execs} execs in all the time");
     ensure!(counts.logs()?.lines > lines, "another pod's log stood still");
-    for (answer, volume) in asked.await?.into_iter().zip(&hung) {
+    for (answer, volume) in starts.await?.into_iter().zip(&hung) {
         let text = answer.context("a volume that hangs was given")?;
         let path = volume.path().display().to_string();
         ensure!(text.contains("the server of this volume does not answer") && text.contains(&path), "{text}");
@@ -101,7 +101,7 @@ async fn volumes_that_hang_cost_their_pod_alone(case: Case) -> Result<()> {
 }
 
 async fn files_are_kept_up_to_date(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let settings = kubelet.files("configmap", "settings", &[("color", "red"), ("old", "x")])?;
     let token = kubelet.files("projected", "kube-api-access-x", &[("token", "t1")])?;
     let pod = case.pod().await?;
@@ -120,7 +120,7 @@ async fn files_are_kept_up_to_date(case: Case) -> Result<()> {
 }
 
 async fn a_sub_path_of_files_stays(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
     let color = kubelet.sub_path(&settings, "color")?;
     let pod = case.pod().await?;
@@ -133,14 +133,14 @@ async fn a_sub_path_of_files_stays(case: Case) -> Result<()> {
 }
 
 async fn empty_dirs_are_shared(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
     let pod = case.pod().await?;
     let both = |config| mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
     let writes =
         "stat -c %a /disk /memory; ls -A /disk /memory; echo one >/disk/note; echo two >/memory/note";
-    let said = pod.run(both(shell("writes", writes))).await?.success()?;
-    ensure!(said == "777\n777\n/disk:\n\n/memory:", "{said}");
+    let output = pod.run(both(shell("writes", writes))).await?.success()?;
+    ensure!(output == "777\n777\n/disk:\n\n/memory:", "{output}");
     // Of two that are made at the same time neither is first.
     let (one, other) =
         futures::future::join(pod.start(both(idle("one"))), pod.start(both(idle("other")))).await;
@@ -159,18 +159,18 @@ async fn empty_dirs_are_shared(case: Case) -> Result<()> {
 }
 
 async fn empty_dirs_in_memory_are_bounded(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let memory = kubelet.memory("memory", "4m")?;
     let fills = "dd if=/dev/zero of=/memory/big bs=64k 2>&1 | grep -o 'No space left on device'; \
                  df -k /memory | tail -1 | awk '{ print $2 }'; stat -c %s /memory/big";
-    let said =
+    let output =
         case.pod().await?.run(mounted(shell("c", fills), "/memory", &memory, false)).await?.success()?;
-    ensure!(said == format!("No space left on device\n4096\n{}", 4 << 20), "{said}");
+    ensure!(output == format!("No space left on device\n4096\n{}", 4 << 20), "{output}");
     Ok(())
 }
 
 async fn a_sub_path_of_an_empty_dir(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
     let parts = [kubelet.sub_path(&disk, "a/b")?, kubelet.sub_path(&memory, "m")?];
     let pod = case.pod().await?;
@@ -178,8 +178,8 @@ async fn a_sub_path_of_an_empty_dir(case: Case) -> Result<()> {
     pod.run(mounted(config, "/m", &parts[1], false)).await?.success()?;
     let config = shell("wholes", "cat /disk/a/b/note /memory/m/note");
     let config = mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
-    let said = pod.run(config).await?.success()?;
-    ensure!(said == "of b\nof m", "{said}");
+    let output = pod.run(config).await?.success()?;
+    ensure!(output == "of b\nof m", "{output}");
     Ok(())
 }
 
@@ -198,7 +198,7 @@ const SECRET: &str = "a secret of the host";
 /// A pod's author chooses subPaths, and its processes make links: neither gets the pod a file or a device of the host as its disk.
 /// Allowed by the strictest of Kubernetes' profiles.
 async fn no_sub_path_leads_out_of_an_empty_dir(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let host = tempfile::tempdir()?;
     let file = host.path().join("victim.ext4");
     fs::File::create(&file)?.set_len(16 << 20)?;
@@ -226,19 +226,22 @@ async fn no_sub_path_leads_out_of_an_empty_dir(case: Case) -> Result<()> {
         fs::set_permissions(&part, fs::Permissions::from_mode(0o777))?;
         let plants =
             format!("d=/c/{inner}; mkdir -p $d && ln -s {} $d/.sandboxer.ext4 && id -u", target.display());
-        let said = pod.run(user(mounted(shell("init", &plants), "/c", &part, false))).await?.success()?;
-        ensure!(said == "1000", "{said}");
+        let output = pod.run(user(mounted(shell("init", &plants), "/c", &part, false))).await?.success()?;
+        ensure!(output == "1000", "{output}");
 
         let part = kubelet.sub_path(&cache, &format!("pods/{inner}"))?;
         let reads = "ls -A /m; cat /m/shadow 2>/dev/null; echo written-by-the-pod >/m/pwned; sync";
         let read = pod.run(mounted(shell("main", reads), "/m", &part, false)).await;
-        let said = read.map(|ended| ended.logs.stdout).unwrap_or_default();
-        ensure!(!said.contains(SECRET) && !said.contains("shadow"), "it reads the host's {target:?}: {said}");
+        let output = read.map(|ended| ended.logs.stdout).unwrap_or_default();
+        ensure!(
+            !output.contains(SECRET) && !output.contains("shadow"),
+            "it reads the host's {target:?}: {output}"
+        );
         case.remove(&pod.id).await?;
         ensure!(fs::read(target)? == before, "it writes to the host's {target:?}");
         ensure!(
-            said.trim_end() == ".sandboxer.ext4",
-            "the link is a file of the emptyDir like others: {said}"
+            output.trim_end() == ".sandboxer.ext4",
+            "the link is a file of the emptyDir like others: {output}"
         );
     }
     Ok(())
@@ -246,7 +249,7 @@ async fn no_sub_path_leads_out_of_an_empty_dir(case: Case) -> Result<()> {
 
 /// Also if the names are those of kubelet's directories.
 async fn an_empty_dir_is_one_whatever_its_parts_are_called(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let pod = case.pod().await?;
     for (number, (container, part)) in
         [("c", "pods/logs"), ("pods", "volumes"), ("pods", ".")].iter().enumerate()
@@ -258,8 +261,8 @@ async fn an_empty_dir_is_one_whatever_its_parts_are_called(case: Case) -> Result
             .await?
             .success()?;
         let (name, reads) = (format!("reads-{number}"), format!("cat /work/{part}/note"));
-        let said = pod.run(mounted(shell(&name, &reads), "/work", &work, false)).await?.success()?;
-        ensure!(said == "of a part", "{container}, {part}: {said}");
+        let output = pod.run(mounted(shell(&name, &reads), "/work", &work, false)).await?.success()?;
+        ensure!(output == "of a part", "{container}, {part}: {output}");
     }
     let pods = kubelet.empty_dir("pods")?;
     pod.run(mounted(shell("one", "echo of a volume >/v/note"), "/v", &pods, false)).await?.success()?;
@@ -273,7 +276,7 @@ async fn an_empty_dir_is_one_whatever_its_parts_are_called(case: Case) -> Result
 /// Names that the daemon's helpers could use for a file that is not complete yet lead to files of the host.
 async fn a_disk_is_made_through_no_link(case: Case) -> Result<()> {
     const HELPERS: std::ops::Range<u32> = 0..6000;
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let (disk, host) = (kubelet.empty_dir("disk")?, tempfile::tempdir()?);
     let victim = host.path().join("victim");
     fs::write(&victim, SECRET)?;
@@ -290,37 +293,37 @@ async fn a_disk_is_made_through_no_link(case: Case) -> Result<()> {
     let ran = pod.run(mounted(shell("c", "echo fits >/d/note; cat /d/note"), "/d", &disk, false)).await;
     let is_whole = fs::read_to_string(&victim).is_ok_and(|text| text == SECRET);
     ensure!(is_whole, "a file of the host was overwritten: {} bytes", fs::metadata(&victim)?.len());
-    let said = ran?.success()?;
-    ensure!(said == "fits", "{said}");
+    let output = ran?.success()?;
+    ensure!(output == "fits", "{output}");
     ensure!(fs::symlink_metadata(disk.join(".sandboxer.ext4"))?.is_file(), "the disk is a link");
     Ok(())
 }
 
 /// The usual method for more shared memory: an emptyDir in memory at /dev/shm.
 async fn shared_memory_of_another_size(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let memory = kubelet.memory("shm", "3m")?;
     let size = "df -k /dev/shm | tail -1 | awk '{ print $2 }'";
-    let said =
+    let output =
         case.pod().await?.run(mounted(shell("c", size), "/dev/shm", &memory, false)).await?.success()?;
-    ensure!(said == "3072", "{said}");
+    ensure!(output == "3072", "{output}");
     Ok(())
 }
 
 async fn termination_message(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let log = kubelet.termination_log()?;
     let pod = case.pod().await?;
     let says = "echo why it ended >/dev/termination-log; exit 3";
     let ended = pod.run(mounted(shell("c", says), "/dev/termination-log", &log, false)).await?;
     ensure!(ended.status.exit_code == 3, "{:?}", ended.status);
-    let said = fs::read_to_string(&log)?;
-    ensure!(said == "why it ended\n", "{said:?}");
+    let output = fs::read_to_string(&log)?;
+    ensure!(output == "why it ended\n", "{output:?}");
     Ok(())
 }
 
 async fn block_devices(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let [(first, file), (second, _)] = [kubelet.block_device(4 << 20)?, kubelet.block_device(2 << 20)?];
     fs::write(&file, [b"from the host\n".to_vec(), vec![0; (4 << 20) - 14]].concat())?;
     let device = |host: &Path, at: &str, permissions: &str| Device {
@@ -335,10 +338,10 @@ async fn block_devices(case: Case) -> Result<()> {
     config.devices = vec![device(&first, "/dev/xvda", "rwm"), device(&second, "/dev/xvdb", "r")];
     let pod = case.pod().await?;
     let ended = pod.run(config.clone()).await?;
-    let said = ended.logs.stdout;
+    let output = ended.logs.stdout;
     ensure!(
-        said == "4194304\n2097152\nfrom the host\nwritten\nrefused\n 00 00 00\n",
-        "{said}{}",
+        output == "4194304\n2097152\nfrom the host\nwritten\nrefused\n 00 00 00\n",
+        "{output}{}",
         ended.logs.stderr
     );
     let file = fs::read(&file)?;
@@ -349,13 +352,13 @@ async fn block_devices(case: Case) -> Result<()> {
             .command;
     config.metadata.get_or_insert_default().name = "d".into();
     config.log_path = "d.log".into();
-    let said = pod.run(config).await?.success()?;
-    ensure!(said == "from inside", "{said}");
+    let output = pod.run(config).await?.success()?;
+    ensure!(output == "from inside", "{output}");
     Ok(())
 }
 
 async fn empty_dirs_on_disk_are_bounded(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let (disk, other) = (kubelet.empty_dir("disk")?, kubelet.empty_dir("other")?);
     let pod = case
         .pod_with(|config| {
@@ -365,21 +368,21 @@ async fn empty_dirs_on_disk_are_bounded(case: Case) -> Result<()> {
     let fills = "dd if=/dev/zero of=/disk/big bs=64k 2>&1 | grep -o 'No space left on device'; \
                  test $(stat -c %s /disk/big) -gt 20000000 && echo much; echo fits >/other/note && cat /other/note";
     let config = mounted(mounted(shell("c", fills), "/disk", &disk, false), "/other", &other, false);
-    let said = pod.run(config).await?.success()?;
-    ensure!(said == "No space left on device\nmuch\nfits", "{said}");
+    let output = pod.run(config).await?.success()?;
+    ensure!(output == "No space left on device\nmuch\nfits", "{output}");
     // It is kubelet's from there on, as all that a pod leaves in an emptyDir.
     let lengths: Vec<_> =
         fs::read_dir(&disk)?.map(|entry| Ok(entry?.metadata()?.len())).collect::<Result<_>>()?;
     ensure!(lengths == [32 << 20], "{lengths:?}");
     case.clean_up().await?;
     let next = case.pod().await?;
-    let said = next.run(mounted(shell("c", "ls /disk"), "/disk", &disk, false)).await?.success()?;
-    ensure!(said == "big", "what is in an emptyDir outlives the pod's VM: {said}");
+    let output = next.run(mounted(shell("c", "ls /disk"), "/disk", &disk, false)).await?.success()?;
+    ensure!(output == "big", "what is in an emptyDir outlives the pod's VM: {output}");
     Ok(())
 }
 
 async fn what_is_deleted_from_an_empty_dir_is_the_hosts_again(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let disk = kubelet.empty_dir("disk")?;
     let pod = case.pod().await?;
     let container = pod.start(mounted(idle("c"), "/disk", &disk, false)).await?;
@@ -389,13 +392,15 @@ async fn what_is_deleted_from_an_empty_dir_is_the_hosts_again(case: Case) -> Res
         return Ok(());
     }
     let image = fs::read_dir(&disk)?.next().context("the emptyDir has no disk")??.path();
-    let room = || Ok::<_, anyhow::Error>(fs::metadata(&image)?.blocks() * 512);
+    let disk_bytes = || Ok::<_, anyhow::Error>(fs::metadata(&image)?.blocks() * 512);
     container.sh("dd if=/dev/zero of=/disk/big bs=1M count=64 2>/dev/null; sync").await?;
-    let full = room()?;
+    let full = disk_bytes()?;
     ensure!(full >= 64 << 20, "{full} bytes");
     container.sh("rm /disk/big; sync").await?;
-    eventually("room on the host", PATIENCE, || async { Ok((room()? < full - (60 << 20)).then_some(())) })
-        .await
+    eventually("room on the host", PATIENCE, || async {
+        Ok((disk_bytes()? < full - (60 << 20)).then_some(()))
+    })
+    .await
 }
 
 async fn the_root_file_system_is_bounded(case: Case) -> Result<()> {
@@ -403,9 +408,9 @@ async fn the_root_file_system_is_bounded(case: Case) -> Result<()> {
         .pod_with(|config| drop(config.annotations.insert("io.sandboxer.rootfs-size".into(), "8Mi".into())))
         .await?;
     let fills = "dd if=/dev/zero of=/big bs=64k 2>&1 | grep -o 'No space left on device'; stat -c %s /big";
-    let said = pod.output(fills).await?;
-    let (words, size) = said.split_once('\n').context("two lines")?;
-    ensure!(words == "No space left on device" && size.parse::<u64>()? <= 8 << 20, "{said}");
+    let output = pod.output(fills).await?;
+    let (words, size) = output.split_once('\n').context("two lines")?;
+    ensure!(words == "No space left on device" && size.parse::<u64>()? <= 8 << 20, "{output}");
     ensure!(pod.output("echo room >/small; cat /small").await? == "room", "each container has its own");
     Ok(())
 }
@@ -421,7 +426,7 @@ async fn sizes_that_make_no_sense(case: Case) -> Result<()> {
 }
 
 async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
     let pod = case.pod().await?;
     let mut config = mounted(idle("shared"), "/shared", &memory, false);
@@ -443,9 +448,9 @@ async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
     let error = refusal(&pod, mounted(idle("devices"), "/dev", &disk, false)).await?;
     ensure!(error.contains("a volume cannot be all of /dev"), "{error}");
     // No attempt disturbs the next one.
-    let said =
+    let output =
         pod.run(mounted(shell("fine", "echo fine >/d/x; cat /d/x"), "/d", &disk, false)).await?.success()?;
-    ensure!(said == "fine", "{said}");
+    ensure!(output == "fine", "{output}");
     Ok(())
 }
 
@@ -459,7 +464,7 @@ async fn refusal(pod: &sandboxer_e2e::case::Pod, config: ContainerConfig) -> Res
 }
 
 async fn volumes_outlive_the_daemon(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
     let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
     let pod = case.pod().await?;
@@ -487,7 +492,7 @@ async fn volumes_outlive_the_daemon(case: Case) -> Result<()> {
 /// A pod's writes are in its guest's memory when it is stopped, and a slow disk takes longer to store them than
 /// a power-off: here the VMM stands still meanwhile.
 async fn a_stop_loses_no_data(case: Case) -> Result<()> {
-    let mut kubelet = Kubelet::of(&case)?;
+    let mut kubelet = Kubelet::new(&case)?;
     let disk = kubelet.empty_dir("disk")?;
     let (device, _) = kubelet.block_device(64 << 20)?;
     run("mkfs.ext4", &["-q".as_ref(), device.as_ref()])?;

@@ -18,8 +18,8 @@ crate::cases![
 
 /// So often worker, front or both are killed in each case; more by SANDBOXER_E2E_KILLS.
 fn kills() -> usize {
-    let asked = std::env::var("SANDBOXER_E2E_KILLS").ok().and_then(|kills| kills.parse().ok());
-    asked.unwrap_or(4)
+    let configured = std::env::var("SANDBOXER_E2E_KILLS").ok().and_then(|kills| kills.parse().ok());
+    configured.unwrap_or(4)
 }
 
 /// Waits for a moment that differs from call to call: when a kill hits is the point.
@@ -33,7 +33,7 @@ async fn killed_again_and_again(case: Case) -> Result<()> {
     let (vmms, keeper) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
     for round in 0..kills() {
         some_moment().await;
-        let killed = case.stack.kill(Victim::of(round))?;
+        let killed = case.stack.kill(Victim::in_turn(round))?;
         ensure!(container.sh("echo here").await? == "here");
         ensure!(pod.ready().await?, "the pod is not ready");
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
@@ -65,7 +65,7 @@ async fn killed_during_execs(case: Case) -> Result<()> {
         });
         let execs: Vec<_> = execs.collect();
         some_moment().await;
-        case.stack.kill(Victim::of(round))?;
+        case.stack.kill(Victim::in_turn(round))?;
         for exec in execs {
             exec.await?.with_context(|| format!("round {round}"))?;
         }
@@ -79,7 +79,7 @@ async fn killed_while_a_container_ends(case: Case) -> Result<()> {
         let script = format!("echo begins; sleep 0.{}; echo ends; exit {}", code % 10, code + 1);
         let container = pod.start_at_last(shell(&format!("c{code}"), &script)).await?;
         some_moment().await;
-        case.stack.kill(Victim::of(code))?;
+        case.stack.kill(Victim::in_turn(code))?;
         let status = container.ended().await?;
         ensure!(status.exit_code == i32::try_from(code)? + 1, "{status:?}");
         ensure!(container.logs()?.stdout == "begins\nends\n", "{:?}", container.logs()?);
@@ -95,7 +95,7 @@ async fn killed_during_a_session(case: Case) -> Result<()> {
     let mut session = Session::open(&case.cri.exec(&container.id, &script, false).await?).await?;
     for n in 0..kills() {
         session.write(&format!("before {n}\n")).await?;
-        case.stack.kill(Victim::of(n))?;
+        case.stack.kill(Victim::in_turn(n))?;
         session.write(&format!("after {n}\n")).await?;
         session.until(&format!("got after {n}\n"), PATIENCE).await?;
     }
@@ -178,7 +178,7 @@ async fn killed_while_containers_are_made(case: Case) -> Result<()> {
         });
         let made: Vec<_> = made.collect();
         some_moment().await;
-        case.stack.kill(Victim::of(round))?;
+        case.stack.kill(Victim::in_turn(round))?;
         for made in made {
             made.await?.with_context(|| format!("round {round}"))?;
         }
@@ -198,7 +198,7 @@ async fn killed_while_a_vmm_stands_still(case: Case) -> Result<()> {
         let output = case.stack.command("sandboxer-cli").args(["inspect", "--json", &pod.id]).output()?;
         Ok(serde_json::from_slice::<serde_json::Value>(&output.stdout)
             .ok()
-            .filter(|told| told["state"] != "ready"))
+            .filter(|answer| answer["state"] != "ready"))
     });
     let (unknown, status) = (unknown.await, container.status().await);
     kill(vmm, Signal::SIGCONT)?;

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::cases;
 use crate::node::{eventually, pause};
-use crate::pods::{Pod, Run, WAIT, container, end_of, is_ready, of, with};
+use crate::pods::{Pod, Run, WAIT, container, container_status, end_of, is_ready, merged};
 
 cases![
     alone: worker_killed,
@@ -28,7 +28,7 @@ const RESTARTED_WITHIN: Duration = Duration::from_secs(90);
 const COUNT: &str = "i=0; trap 'exit 0' TERM; while :; do i=$((i+1)); echo $i; sleep 0.2; done";
 
 fn restarts(pod: &Pod<'_>) -> Result<Value> {
-    Ok(of(&pod.get()?["status"], "c")["restartCount"].clone())
+    Ok(container_status(&pod.get()?["status"], "c")["restartCount"].clone())
 }
 
 /// Notes that a pod lives as if nothing had been: with its container, its log and its streams.
@@ -94,10 +94,10 @@ fn vm_killed(run: &Run<'_>) -> Result<()> {
     let pod = run.ready_pod("", container("c", WAIT))?;
     kill_sandbox(run, &pod)?;
     let status = pod.wait("a restart", |status| {
-        let restarted = of(status, "c")["restartCount"].as_u64() >= Some(1);
+        let restarted = container_status(status, "c")["restartCount"].as_u64() >= Some(1);
         (restarted && is_ready(status)).then(|| status.clone())
     })?;
-    run.see("restarts", &of(&status, "c")["restartCount"], 1);
+    run.see("restarts", &container_status(&status, "c")["restartCount"], 1);
     run.see("told", pod.events(|reason| reason == "SandboxChanged")?.len(), 1);
     run.see("exec", pod.exec("c", "echo here")?, "here");
     // Its processes end by KILL in any case: the guest ends with its VM.
@@ -107,7 +107,7 @@ fn vm_killed(run: &Run<'_>) -> Result<()> {
     once.ready()?;
     kill_sandbox(run, &once)?;
     run.see("one that is never restarted", once.ended().unwrap_or_default(), "Failed");
-    run.see("its end", end_of(&of(&once.get()?["status"], "c")["state"]), "Error/137");
+    run.see("its end", end_of(&container_status(&once.get()?["status"], "c")["state"]), "Error/137");
     Ok(())
 }
 
@@ -129,7 +129,7 @@ fn containerd_killed_beside_an_older_sandbox(run: &Run<'_>) -> Result<()> {
     let pod = run.ready_pod("", container("c", WAIT))?;
     kill_sandbox(run, &pod)?;
     pod.wait("a restart", |status| {
-        (of(status, "c")["restartCount"].as_u64() >= Some(1) && is_ready(status)).then_some(())
+        (container_status(status, "c")["restartCount"].as_u64() >= Some(1) && is_ready(status)).then_some(())
     })?;
     let before = restarts(&pod)?;
     run.see("sandboxes", run.node.sandboxes(&pod.uid)?.len(), 2);
@@ -166,7 +166,7 @@ fn hung_pod(run: &Run<'_>) -> Result<()> {
         "exec": { "command": hangs }, "periodSeconds": 2, "timeoutSeconds": 1, "failureThreshold": 2,
     });
     let other = run.ready_pod("other", container("c", WAIT))?;
-    let probed = with(container("c", WAIT), json!({ "livenessProbe": probe }));
+    let probed = merged(container("c", WAIT), json!({ "livenessProbe": probe }));
     let pod = run.ready_pod("", probed)?;
     let stopped = if run.in_vm() {
         let vmm = run.node.vmm(&pod.name)?;

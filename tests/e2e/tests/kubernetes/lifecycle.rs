@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::cases;
 use crate::node::eventually;
-use crate::pods::{PATIENCE, Run, WAIT, condition, container, end_of, is_ready, of, with};
+use crate::pods::{PATIENCE, Run, WAIT, condition, container, container_status, end_of, is_ready, merged};
 
 cases![
     runs_and_is_deleted,
@@ -29,7 +29,7 @@ fn runs_and_is_deleted(run: &Run<'_>) -> Result<()> {
     for name in ["PodReadyToStartContainers", "Initialized", "ContainersReady"] {
         run.see(name, condition(&status, name), "True");
     }
-    run.see("restarts", &of(&status, "c")["restartCount"], 0);
+    run.see("restarts", &container_status(&status, "c")["restartCount"], 0);
     run.see("address", status["podIP"].as_str().is_some_and(|ip| ip.starts_with("192.0.2.")), true);
     run.see("host address", &status["hostIP"], json!("203.0.113.1"));
     let took = pod.delete()?;
@@ -63,9 +63,10 @@ fn exit_codes(run: &Run<'_>) -> Result<()> {
         ("absent", "Error/127"),
         ("wrong", "StartError/128"),
     ] {
-        run.see(name, end_of(&of(&status, name)["state"]), wanted);
+        run.see(name, end_of(&container_status(&status, name)["state"]), wanted);
     }
-    let message = of(&status, "wrong")["state"]["terminated"]["message"].as_str().unwrap_or_default();
+    let message =
+        container_status(&status, "wrong")["state"]["terminated"]["message"].as_str().unwrap_or_default();
     run.see("message names the program", message.contains("/no/such/program"), true);
     Ok(())
 }
@@ -73,12 +74,12 @@ fn exit_codes(run: &Run<'_>) -> Result<()> {
 fn restarts_with_back_off(run: &Run<'_>) -> Result<()> {
     let pod = run.pod("", json!({ "containers": [container("c", "echo hello; exit 4")] }))?;
     let status = pod.wait("back-off", |status| {
-        let c = of(status, "c");
+        let c = container_status(status, "c");
         let waits = c["state"]["waiting"]["reason"] == "CrashLoopBackOff";
         (waits && c["restartCount"].as_u64() >= Some(1)).then(|| status.clone())
     })?;
     run.see("phase", &status["phase"], json!("Running"));
-    run.see("last end", end_of(&of(&status, "c")["lastState"]), "Error/4");
+    run.see("last end", end_of(&container_status(&status, "c")["lastState"]), "Error/4");
     run.see("log", pod.logs("c", &[])?, "hello");
     run.see("log of the one before", pod.logs("c", &["--previous"])?, "hello");
     run.see("told", pod.events(|reason| reason == "BackOff")?.len(), 1);
@@ -87,11 +88,11 @@ fn restarts_with_back_off(run: &Run<'_>) -> Result<()> {
 
 fn termination_messages(run: &Run<'_>) -> Result<()> {
     let file = container("file", "echo -n from the file >/dev/termination-log; exit 1");
-    let log = with(
+    let log = merged(
         container("log", "echo from the log; exit 1"),
         json!({ "terminationMessagePolicy": "FallbackToLogsOnError" }),
     );
-    let path = with(
+    let path = merged(
         container("path", "echo -n elsewhere >/tmp/message"),
         json!({ "terminationMessagePath": "/tmp/message" }),
     );
@@ -99,7 +100,8 @@ fn termination_messages(run: &Run<'_>) -> Result<()> {
     pod.ended()?;
     let status = pod.get()?["status"].clone();
     for (name, wanted) in [("file", "from the file"), ("log", "from the log\n"), ("path", "elsewhere")] {
-        let message = of(&status, name)["state"]["terminated"]["message"].as_str().unwrap_or_default();
+        let message =
+            container_status(&status, name)["state"]["terminated"]["message"].as_str().unwrap_or_default();
         run.see(name, message, wanted);
     }
     Ok(())
@@ -109,7 +111,7 @@ fn hooks(run: &Run<'_>) -> Result<()> {
     let dir = tempfile::tempdir()?;
     let hook =
         |text: &str| json!({ "exec": { "command": ["sh", "-c", format!("echo {text} >>/out/hooks")] } });
-    let hooked = with(
+    let hooked = merged(
         container("c", "trap 'echo term >>/out/hooks; exit 0' TERM; while :; do sleep 1 & wait $!; done"),
         json!({
             "lifecycle": { "postStart": hook("started"), "preStop": hook("stopping") },
@@ -123,26 +125,26 @@ fn hooks(run: &Run<'_>) -> Result<()> {
     let lines = std::fs::read_to_string(dir.path().join("hooks"))?;
     run.see("order", lines.replace('\n', " "), "started stopping term ");
 
-    let bad = with(
+    let bad = merged(
         container("c", WAIT),
         json!({ "lifecycle": { "postStart": { "exec": { "command": ["false"] } } } }),
     );
     let pod = run.pod("bad", json!({ "containers": [bad] }))?;
-    let told =
+    let event =
         pod.wait("a failed hook", |_| pod.events(|reason| reason == "FailedPostStartHook").ok()?.pop())?;
-    run.see("failed hook", told.1.contains("PostStartHook failed"), true);
+    run.see("failed hook", event.1.contains("PostStartHook failed"), true);
     Ok(())
 }
 
 fn init_containers(run: &Run<'_>) -> Result<()> {
     let mounts = json!({ "volumeMounts": [{ "name": "shared", "mountPath": "/shared" }] });
-    let init = |name: &str, script: &str| with(container(name, script), mounts.clone());
+    let init = |name: &str, script: &str| merged(container(name, script), mounts.clone());
     let pod = run.pod(
         "",
         json!({
             "restartPolicy": "Never",
             "initContainers": [init("one", "echo one >>/shared/f"), init("two", "echo two >>/shared/f")],
-            "containers": [with(container("c", "cat /shared/f"), mounts.clone())],
+            "containers": [merged(container("c", "cat /shared/f"), mounts.clone())],
             "volumes": [{ "name": "shared", "emptyDir": {} }],
         }),
     )?;
@@ -158,17 +160,17 @@ fn init_containers(run: &Run<'_>) -> Result<()> {
     )?;
     run.see("phase after a failure", pod.ended()?, "Failed");
     let status = pod.get()?["status"].clone();
-    run.see("failed one", end_of(&of(&status, "bad")["state"]), "Error/5");
+    run.see("failed one", end_of(&container_status(&status, "bad")["state"]), "Error/5");
     run.see(
         "one never started",
-        of(&status, "c")["state"]["waiting"]["reason"].clone(),
+        container_status(&status, "c")["state"]["waiting"]["reason"].clone(),
         json!("PodInitializing"),
     );
     Ok(())
 }
 
 fn native_sidecar(run: &Run<'_>) -> Result<()> {
-    let sidecar = with(
+    let sidecar = merged(
         container("sidecar", "touch /tmp/up; trap 'exit 0' TERM; while :; do sleep 1 & wait $!; done"),
         json!({
             "restartPolicy": "Always",
@@ -186,11 +188,12 @@ fn native_sidecar(run: &Run<'_>) -> Result<()> {
     )?;
     run.see("phase", pod.ended()?, "Succeeded");
     let status = pod.wait("end of the sidecar", |status| {
-        of(status, "sidecar")["state"].get("terminated").is_some().then(|| status.clone())
+        container_status(status, "sidecar")["state"].get("terminated").is_some().then(|| status.clone())
     })?;
-    run.see("sidecar", end_of(&of(&status, "sidecar")["state"]), "Completed/0");
-    let time =
-        |name: &str, field: &str| of(&status, name)["state"]["terminated"][field].as_str().map(str::to_owned);
+    run.see("sidecar", end_of(&container_status(&status, "sidecar")["state"]), "Completed/0");
+    let time = |name: &str, field: &str| {
+        container_status(&status, name)["state"]["terminated"][field].as_str().map(str::to_owned)
+    };
     let (main, sidecar) = (time("c", "finishedAt"), time("sidecar", "finishedAt"));
     run.see("it ends after the others", sidecar >= main, true);
     run.see("init after its start", time("sidecar", "startedAt") <= time("init", "startedAt"), true);
@@ -204,11 +207,13 @@ fn ephemeral_container(run: &Run<'_>) -> Result<()> {
         "targetContainerName": "c", "command": ["sh", "-c", "ps -o args; exec sleep 1000"],
     }] } });
     pod.patch("ephemeralcontainers", &debug)?;
-    pod.wait("the ephemeral container", |status| of(status, "debug")["state"].get("running").map(|_| ()))?;
+    pod.wait("the ephemeral container", |status| {
+        container_status(status, "debug")["state"].get("running").map(|_| ())
+    })?;
     let log = pod.wait("its log", |_| pod.logs("debug", &[]).ok().filter(|log| !log.is_empty()))?;
     run.see("it sees the target's processes", log.contains("sleep 4242"), true);
     run.see("exec into it", pod.exec("debug", "echo here")?, "here");
-    run.see("restarts", &of(&pod.get()?["status"], "c")["restartCount"], 0);
+    run.see("restarts", &container_status(&pod.get()?["status"], "c")["restartCount"], 0);
     Ok(())
 }
 
@@ -219,7 +224,7 @@ fn shared_processes(run: &Run<'_>) -> Result<()> {
     run.see("seen from the other", pod.exec("b", "ps -o args")?.contains("sleep 4242"), true);
     pod.exec("b", "kill -9 $(pidof sleep | tr ' ' '\\n' | while read p; do grep -q 4242 /proc/$p/cmdline && echo $p; done)")?;
     let ended = pod.wait("end by a signal from the other", |status| {
-        let last = &of(status, "a")["lastState"];
+        let last = &container_status(status, "a")["lastState"];
         last.get("terminated").map(|_| end_of(last))
     });
     run.see("killed from the other", ended.context("a signal")?, "Error/137");
@@ -234,7 +239,7 @@ fn static_pod(run: &Run<'_>) -> Result<()> {
     run.see("exec", pod.exec("c", "echo here")?, "here");
     run.see("log", pod.logs("c", &[])?, "one");
     // The API's user can delete only its mirror: the pod runs on, and is there again.
-    let container_id = |status: &Value| of(status, "c")["containerID"].clone();
+    let container_id = |status: &Value| container_status(status, "c")["containerID"].clone();
     let before = container_id(&pod.get()?["status"]);
     run.node.call("DELETE", &format!("/api/v1/namespaces/default/pods/{}", pod.name), None)?;
     let after = eventually("its mirror", PATIENCE, || {
@@ -248,7 +253,7 @@ fn static_pod(run: &Run<'_>) -> Result<()> {
     });
     run.see("log after a change of its file", log.unwrap_or_default(), "two");
     run.remove_static_pod("")?;
-    let gone = eventually("its end", PATIENCE, || Ok(pod.get().is_err().then_some(())));
-    run.see("gone with its file", gone.is_ok(), true);
+    let removed = eventually("its end", PATIENCE, || Ok(pod.get().is_err().then_some(())));
+    run.see("gone with its file", removed.is_ok(), true);
     Ok(())
 }

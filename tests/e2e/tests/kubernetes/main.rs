@@ -6,6 +6,7 @@
 //! cluster. `SANDBOXER_E2E_TABLE=docs/compatibility.md` writes what ran into the table of that document.
 //! `SANDBOXER_E2E_KEEP=1` leaves the node up.
 
+mod checkpoints;
 mod faults;
 mod lifecycle;
 mod network;
@@ -68,6 +69,7 @@ fn entries() -> Vec<Entry> {
         network::cases,
         volumes::cases,
         resources::cases,
+        checkpoints::cases,
         faults::cases,
     ];
     let all = files.iter().flat_map(|file| file());
@@ -81,11 +83,11 @@ fn is_selected(name: &str) -> bool {
 }
 
 fn main() -> ExitCode {
-    let is_asked = std::env::var_os("SANDBOXER_E2E_KUBERNETES").is_some();
+    let is_enabled = std::env::var_os("SANDBOXER_E2E_KUBERNETES").is_some();
     let trial = Trial::test("kubernetes::sees_what_it_sees_of_runc", || {
         run().map_err(|error| format!("{error:#}").into())
     });
-    libtest_mimic::run(&Arguments::from_args(), vec![trial.with_ignored_flag(!is_asked)]).exit_code()
+    libtest_mimic::run(&Arguments::from_args(), vec![trial.with_ignored_flag(!is_enabled)]).exit_code()
 }
 
 fn run() -> Result<()> {
@@ -135,8 +137,8 @@ fn first_hour(node: &Node) -> Result<()> {
     let path = std::env::var("PATH").unwrap_or_default();
     reader.set("PATH", format!("{}:{path}", node.stack().dir().join("bin").display()));
     reader.run("class")?;
-    let said = reader.run("pod")?;
-    ensure!(said.contains("hello from Linux ") && said.contains("-sandboxer"), "{said}");
+    let output = reader.run("pod")?;
+    ensure!(output.contains("hello from Linux ") && output.contains("-sandboxer"), "{output}");
     reader.end()
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::cases;
 use crate::node::{run_within, text};
-use crate::pods::{PATIENCE, Pod, Run, container, with};
+use crate::pods::{PATIENCE, Pod, Run, container, merged};
 
 cases![pods_and_ports, host_network];
 
@@ -31,7 +31,7 @@ fn pods_and_ports(run: &Run<'_>) -> Result<()> {
     let port = if run.in_vm() { 18080 } else { 18081 };
     let probe = json!({ "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 1 });
     let ports = json!([{ "containerPort": 8080, "hostPort": port }]);
-    let served = with(container("c", &server(8080)), json!({ "ports": ports, "readinessProbe": probe }));
+    let served = merged(container("c", &server(8080)), json!({ "ports": ports, "readinessProbe": probe }));
     let pod = run.ready_pod("", served)?;
     let other = run.ready_pod("other", container("c", "while :; do sleep 1; done"))?;
     let at = format!("{}:8080", address(&pod)?);
@@ -47,7 +47,7 @@ fn pods_and_ports(run: &Run<'_>) -> Result<()> {
 fn host_network(run: &Run<'_>) -> Result<()> {
     let port = if run.in_vm() { 18082 } else { 18083 };
     let probe = json!({ "httpGet": { "path": "/", "port": port }, "periodSeconds": 1 });
-    let served = with(container("c", &server(port)), json!({ "readinessProbe": probe }));
+    let served = merged(container("c", &server(port)), json!({ "readinessProbe": probe }));
     let pod = run.pod("", json!({ "hostNetwork": true, "containers": [served] }))?;
     let is_ready = crate::node::eventually("Ready", Duration::from_secs(30), || {
         Ok(crate::pods::is_ready(&pod.get()?["status"]).then_some(()))

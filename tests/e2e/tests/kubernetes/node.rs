@@ -36,7 +36,6 @@ impl Node {
         self.stack.down()
     }
 
-    /// Returns the stack.
     pub fn stack(&self) -> &Stack {
         &self.stack
     }
@@ -104,7 +103,7 @@ impl Node {
 
     /// Returns the VMM of a pod.
     pub fn vmm(&self, pod: &str) -> Result<Pid> {
-        let pods = self.ours("pods")?;
+        let pods = self.stack.cli_json(&["pods"])?;
         let pods = pods.as_array().context("a list of pods")?;
         let ready = pods.iter().find(|entry| entry["name"] == pod && entry["state"] == "ready");
         let pid =
@@ -112,10 +111,13 @@ impl Node {
         Ok(Pid::from_raw(pid.try_into()?))
     }
 
-    fn ours(&self, verb: &str) -> Result<Value> {
-        let output = self.stack.command("sandboxer-cli").args([verb, "--json"]).output()?;
-        ensure!(output.status.success(), "sandboxer-cli {verb}: {}", text(&output.stderr));
-        Ok(serde_json::from_slice(&output.stdout)?)
+    /// Makes a checkpoint of a pod, which goes on.
+    pub fn save(&self, pod: &str, name: &str) -> Result<()> {
+        let pods = self.stack.cli_json(&["pods"])?;
+        let ready = |entry: &&Value| entry["name"] == pod && entry["state"] == "ready";
+        let found = pods.as_array().into_iter().flatten().find(ready);
+        let id = found.and_then(|entry| entry["id"].as_str()).with_context(|| format!("no pod {pod}"))?;
+        self.stack.cli_json(&["checkpoint", "create", id, name]).map(drop)
     }
 
     /// Returns what `sandboxer-cli check` says of one thing.

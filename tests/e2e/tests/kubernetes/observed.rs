@@ -1,10 +1,10 @@
 //! What cases saw on both runtime classes, what differs, and the table of it.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use sandboxer_e2e::document;
 use serde::Deserialize;
 
 /// One thing that a case looked at.
@@ -31,7 +31,6 @@ pub struct Outcome {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Known {
-    /// The case.
     pub case: String,
     /// What it looks at.
     pub what: String,
@@ -56,7 +55,6 @@ pub type Outcomes = BTreeMap<&'static str, BTreeMap<&'static str, Outcome>>;
 /// A case's verdict.
 #[derive(Debug)]
 pub struct Verdict {
-    /// The case.
     pub case: &'static str,
     /// How much was compared.
     pub compared: usize,
@@ -112,8 +110,8 @@ fn judge_case(case: &'static str, by: &BTreeMap<&'static str, Outcome>, known: &
     verdict
 }
 
-/// Marks around the table in a document.
-const MARKS: (&str, &str) = ("<!-- made by the run of make test-kubernetes -->\n", "<!-- to here -->");
+/// Mark before the table in a document.
+const MARK: &str = "<!-- made by the run of make test-kubernetes -->\n";
 
 const HEAD: &str = "| case | compared | beside runc |\n|---|--:|---|\n";
 
@@ -132,27 +130,22 @@ fn rows(verdicts: &[Verdict]) -> BTreeMap<String, String> {
     verdicts.iter().map(row).collect()
 }
 
-/// Returns the table.
 pub fn table(verdicts: &[Verdict]) -> String {
     rows(verdicts).values().fold(HEAD.to_owned(), |table, row| table + row)
 }
 
 /// Writes the table into a document. Rows of cases that did not run stay.
 pub fn put_into(document: &Path, head: &str, verdicts: &[Verdict]) -> Result<()> {
-    let (from, to) = MARKS;
-    let text = fs::read_to_string(document).with_context(|| format!("cannot read {}", document.display()))?;
-    let (before, rest) = text.split_once(from).context("the document has no start mark of the table")?;
-    let (old, after) = rest.split_once(to).context("the document has no end mark of the table")?;
-    let mut all: BTreeMap<String, String> = old
-        .lines()
-        .filter_map(|line| {
-            Some((line.strip_prefix("| `")?.split('`').next()?.to_owned(), format!("{line}\n")))
-        })
-        .collect();
-    all.extend(rows(verdicts));
-    let table = all.into_values().fold(HEAD.to_owned(), |table, row| table + &row);
-    fs::write(document, format!("{before}{from}{head}\n\n{table}{to}{after}"))
-        .with_context(|| format!("cannot write {}", document.display()))
+    document::replace(document, MARK, |old| {
+        let mut all: BTreeMap<String, String> = old
+            .lines()
+            .filter_map(|line| {
+                Some((line.strip_prefix("| `")?.split('`').next()?.to_owned(), format!("{line}\n")))
+            })
+            .collect();
+        all.extend(rows(verdicts));
+        all.into_values().fold(format!("{head}\n\n{HEAD}"), |table, row| table + &row)
+    })
 }
 
 /// Checks that the list names cases that exist.

@@ -22,7 +22,6 @@ const STRATEGIC: &str = "application/strategic-merge-patch+json";
 
 /// One case on one class.
 pub struct Run<'a> {
-    /// The node.
     pub node: &'a Node,
     /// `sandboxer` or `runc`.
     pub class: &'static str,
@@ -135,8 +134,55 @@ impl<'a> Run<'a> {
         Ok(std::fs::remove_file(file)?)
     }
 
-    /// Creates a pod.
+    /// Creates a Deployment, and waits until all its pods are Ready.
+    pub fn deployment(
+        &self,
+        suffix: &str,
+        count: u32,
+        annotations: &Value,
+        mut spec: Value,
+    ) -> Result<Vec<Pod<'_>>> {
+        self.complete(&mut spec);
+        let labels = json!({ "app": self.name(suffix) });
+        let selected = format!("labelSelector=app%3D{}", self.name(suffix));
+        let pods = format!("/api/v1/namespaces/default/pods?{selected}");
+        // The last is deleted first. There is no controller that would delete what belongs to it.
+        let owned = format!("/apis/apps/v1/namespaces/default/replicasets?{selected}");
+        self.made.borrow_mut().extend([pods.clone(), owned]);
+        let deployment = json!({ "metadata": {}, "spec": {
+            "replicas": count, "selector": { "matchLabels": labels },
+            "template": { "metadata": { "labels": labels, "annotations": annotations }, "spec": spec },
+        } });
+        self.create_at("/apis/apps/v1/namespaces/default/deployments".to_owned(), suffix, deployment)?;
+        let patience = PATIENCE * count.div_ceil(3);
+        let ready = eventually("Ready pods of a Deployment", patience, || {
+            let list = self.node.call("GET", &pods, None)?;
+            let all: Vec<_> = list["items"].as_array().into_iter().flatten().cloned().collect();
+            let ready = all.len() == count as usize && all.iter().all(|pod| is_ready(&pod["status"]));
+            Ok(ready.then_some(all))
+        });
+        let ready = ready.with_context(|| {
+            let list = self.node.call("GET", &pods, None).unwrap_or_default();
+            let all = list["items"].as_array().into_iter().flatten();
+            all.map(|pod| brief(&pod["status"])).collect::<Vec<_>>().join("\n")
+        })?;
+        let field = |pod: &Value, name: &str| pod["metadata"][name].as_str().map(str::to_owned);
+        let pods = ready
+            .iter()
+            .map(|pod| Some(Pod { run: self, name: field(pod, "name")?, uid: field(pod, "uid")? }));
+        pods.collect::<Option<_>>().context("a pod has a name and a uid")
+    }
+
     pub fn pod(&self, suffix: &str, mut spec: Value) -> Result<Pod<'_>> {
+        self.complete(&mut spec);
+        let labels = json!({ "labels": { "app": self.name(suffix) } });
+        let created = self.create("pods", suffix, json!({ "metadata": labels, "spec": spec }))?;
+        let uid = created["metadata"]["uid"].as_str().context("a pod has a uid")?.to_owned();
+        Ok(Pod { run: self, name: self.name(suffix), uid })
+    }
+
+    /// Adds to a pod's specification what all have.
+    fn complete(&self, spec: &mut Value) {
         spec["nodeName"] = json!("node1");
         spec["runtimeClassName"] = json!(self.class);
         for (key, value) in [
@@ -151,10 +197,6 @@ impl<'a> Run<'a> {
                 spec[key] = value;
             }
         }
-        let labels = json!({ "labels": { "app": self.name(suffix) } });
-        let created = self.create("pods", suffix, json!({ "metadata": labels, "spec": spec }))?;
-        let uid = created["metadata"]["uid"].as_str().context("a pod has a uid")?.to_owned();
-        Ok(Pod { run: self, name: self.name(suffix), uid })
     }
 
     /// Creates a pod of one container `c`, and waits until it is Ready.
@@ -174,7 +216,7 @@ pub fn container(name: &str, script: &str) -> Value {
 }
 
 /// Returns `value` with more fields.
-pub fn with(mut value: Value, more: Value) -> Value {
+pub fn merged(mut value: Value, more: Value) -> Value {
     if let (Some(fields), Value::Object(more)) = (value.as_object_mut(), more) {
         fields.extend(more);
     }
@@ -184,7 +226,6 @@ pub fn with(mut value: Value, more: Value) -> Value {
 /// Waits for a signal, and ends by TERM at once.
 pub const WAIT: &str = "trap 'exit 0' TERM; while :; do sleep 1 & wait $!; done";
 
-/// A pod.
 pub struct Pod<'a> {
     run: &'a Run<'a>,
     /// The name of the pod.
@@ -293,7 +334,7 @@ pub fn condition<'a>(status: &'a Value, name: &str) -> &'a str {
 }
 
 /// Returns the status of a container, of any kind.
-pub fn of<'a>(status: &'a Value, container: &str) -> &'a Value {
+pub fn container_status<'a>(status: &'a Value, container: &str) -> &'a Value {
     let kinds = ["containerStatuses", "initContainerStatuses", "ephemeralContainerStatuses"];
     let mut all = kinds.iter().flat_map(|kind| status[kind].as_array().into_iter().flatten());
     all.find(|entry| entry["name"] == container).unwrap_or(&Value::Null)

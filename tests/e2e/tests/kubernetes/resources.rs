@@ -7,7 +7,9 @@ use serde_json::{Value, json};
 
 use crate::cases;
 use crate::node::{eventually, pause};
-use crate::pods::{PATIENCE, Pod, Run, WAIT, condition, container, end_of, is_ready, of, with};
+use crate::pods::{
+    PATIENCE, Pod, Run, WAIT, condition, container, container_status, end_of, is_ready, merged,
+};
 
 cases![
     limits,
@@ -30,30 +32,34 @@ fn limited(memory: &str, cpu: &str) -> Value {
 }
 
 fn limits(run: &Run<'_>) -> Result<()> {
-    let pod = run.ready_pod("", with(container("c", WAIT), limited("64Mi", "500m")))?;
+    let pod = run.ready_pod("", merged(container("c", WAIT), limited("64Mi", "500m")))?;
     run.see("limits inside", pod.exec("c", READ_LIMITS)?, format!("{}\n50000", 64 << 20));
-    let allocated = of(&pod.get()?["status"], "c")["resources"]["limits"].clone();
+    let allocated = container_status(&pod.get()?["status"], "c")["resources"]["limits"].clone();
     run.see("limits in the status", allocated, json!({ "cpu": "500m", "memory": "64Mi" }));
     Ok(())
 }
 
 fn out_of_memory(run: &Run<'_>) -> Result<()> {
-    let hungry = with(container("c", "exec tail /dev/zero"), limited("32Mi", "500m"));
-    let other = with(container("other", WAIT), limited("32Mi", "500m"));
+    let hungry = merged(container("c", "exec tail /dev/zero"), limited("32Mi", "500m"));
+    let other = merged(container("other", WAIT), limited("32Mi", "500m"));
     let pod = run.pod("", json!({ "restartPolicy": "Never", "containers": [hungry, other] }))?;
     let end = pod.wait("the end of the hungry one", |status| {
-        let state = &of(status, "c")["state"];
+        let state = &container_status(status, "c")["state"];
         state.get("terminated").map(|_| end_of(state))
     })?;
     run.see("end", end, "OOMKilled/137");
-    run.see("the other one runs", of(&pod.get()?["status"], "other")["state"].get("running").is_some(), true);
+    run.see(
+        "the other one runs",
+        container_status(&pod.get()?["status"], "other")["state"].get("running").is_some(),
+        true,
+    );
     Ok(())
 }
 
 /// Files in memory count as their container's memory. Within its limit nothing may end the pod, on the host neither.
 fn busy_empty_dir_in_memory(run: &Run<'_>) -> Result<()> {
     let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
-    let writer = with(with(container("c", WAIT), limited("200Mi", "1")), mounts);
+    let writer = merged(merged(container("c", WAIT), limited("200Mi", "1")), mounts);
     let volume = json!({ "name": "v", "emptyDir": { "medium": "Memory" } });
     let pod = run.pod("", json!({ "containers": [writer], "volumes": [volume] }))?;
     pod.ready()?;
@@ -63,14 +69,14 @@ fn busy_empty_dir_in_memory(run: &Run<'_>) -> Result<()> {
     }
     pause(Duration::from_secs(10));
     let status = pod.get()?["status"].clone();
-    run.see("restarts", &of(&status, "c")["restartCount"], 0);
+    run.see("restarts", &container_status(&status, "c")["restartCount"], 0);
     run.see("Ready", is_ready(&status), true);
     run.see("the file stays", pod.exec("c", "wc -c </v/file")?, 188_743_680);
     Ok(())
 }
 
 fn resize(pod: &Pod<'_>, memory: &str, cpu: &str) -> Result<()> {
-    let to = with(json!({ "name": "c" }), limited(memory, cpu));
+    let to = merged(json!({ "name": "c" }), limited(memory, cpu));
     pod.patch("resize", &json!({ "spec": { "containers": [to] } })).map(drop)
 }
 
@@ -84,7 +90,7 @@ fn limits_become(pod: &Pod<'_>, wanted: &str) -> Result<String> {
 }
 
 fn resized(run: &Run<'_>) -> Result<()> {
-    let pod = run.ready_pod("", with(container("c", WAIT), limited("64Mi", "200m")))?;
+    let pod = run.ready_pod("", merged(container("c", WAIT), limited("64Mi", "200m")))?;
     for (what, memory, cpu, wanted) in [
         ("up", "128Mi", "400m", format!("{}\n40000", 128 << 20)),
         ("down", "96Mi", "300m", format!("{}\n30000", 96 << 20)),
@@ -92,7 +98,7 @@ fn resized(run: &Run<'_>) -> Result<()> {
         resize(&pod, memory, cpu)?;
         run.see(&format!("limits inside, {what}"), limits_become(&pod, &wanted)?, &wanted);
         let status = pod.wait("its status", |status| {
-            (of(status, "c")["resources"]["limits"]["memory"] == memory).then(|| status.clone())
+            (container_status(status, "c")["resources"]["limits"]["memory"] == memory).then(|| status.clone())
         });
         run.see(&format!("limits in the status, {what}"), status.is_ok(), true);
         let settled = pod.wait("no resize in progress", |status| {
@@ -100,13 +106,13 @@ fn resized(run: &Run<'_>) -> Result<()> {
         });
         run.see(&format!("it is over, {what}"), settled.is_ok(), true);
     }
-    run.see("restarts", &of(&pod.get()?["status"], "c")["restartCount"], 0);
+    run.see("restarts", &container_status(&pod.get()?["status"], "c")["restartCount"], 0);
     Ok(())
 }
 
 /// A VM keeps its size: more memory than it has is refused, also of a container that is restarted; less is not.
 fn resized_beyond_the_vm(run: &Run<'_>) -> Result<()> {
-    let pod = run.ready_pod("", with(container("c", WAIT), limited("64Mi", "200m")))?;
+    let pod = run.ready_pod("", merged(container("c", WAIT), limited("64Mi", "200m")))?;
     resize(&pod, "2Gi", "200m")?;
     let wanted = format!("{}\n20000", 2_u64 << 30);
     let refused = || -> Result<bool> {
@@ -127,7 +133,7 @@ fn resized_beyond_the_vm(run: &Run<'_>) -> Result<()> {
     pod.kubectl("exec", &["-c", "c", "--", "kill", "1"])?;
     // Again, which of the two comes first is the answer.
     let restarted = pod.wait("a restart", |status| {
-        let c = of(status, "c");
+        let c = container_status(status, "c");
         let waiting = c["state"]["waiting"]["message"].as_str().unwrap_or_default();
         if waiting.contains("restart the pod with limits of that size") {
             return Some("refused, with what to do");
@@ -149,9 +155,9 @@ fn statistics(run: &Run<'_>) -> Result<()> {
         "head -c 33554432 /dev/zero >/dev/shm/x; head -c 16777216 /dev/zero >/root/y; head -c 8388608 /dev/zero >/v/z; \
          sync; echo some output; touch /tmp/done; (while :; do :; done) & {WAIT}"
     );
-    let busy = with(
+    let busy = merged(
         container("c", &script),
-        with(
+        merged(
             limited("128Mi", "200m"),
             json!({
                 "volumeMounts": [{ "name": "v", "mountPath": "/v" }],
@@ -222,7 +228,7 @@ fn mib(bytes: &Value) -> u64 {
 
 /// kubelet evicts a pod whose container writes more than its limit.
 fn ephemeral_storage_limit(run: &Run<'_>) -> Result<()> {
-    let writer = with(
+    let writer = merged(
         container("c", &format!("head -c 33554432 /dev/zero >/root/x; sync; {WAIT}")),
         json!({ "resources": { "limits": { "ephemeral-storage": "8Mi" } } }),
     );

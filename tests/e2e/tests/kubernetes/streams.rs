@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::cases;
 use crate::node::{eventually, run_within, text};
-use crate::pods::{PATIENCE, Run, WAIT, container, with};
+use crate::pods::{PATIENCE, Run, WAIT, container, merged};
 
 cases![exec, logs, attach, copy, port_forward, rotation];
 
@@ -53,7 +53,7 @@ fn logs(run: &Run<'_>) -> Result<()> {
 }
 
 fn attach(run: &Run<'_>) -> Result<()> {
-    let reader = with(
+    let reader = merged(
         container("c", "while read line; do echo got $line; done; echo end"),
         json!({ "stdin": true, "stdinOnce": true }),
     );

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::cases;
 use crate::node::eventually;
-use crate::pods::{PATIENCE, Pod, Run, WAIT, container, with};
+use crate::pods::{PATIENCE, Pod, Run, WAIT, container, merged};
 
 cases![files_and_their_updates, empty_dirs, small_empty_dirs, host_path, persistent_volume];
 
@@ -29,7 +29,7 @@ fn files_and_their_updates(run: &Run<'_>) -> Result<()> {
     let fields =
         json!({ "items": [{ "path": "note", "fieldRef": { "fieldPath": "metadata.annotations['note']" } }] });
     let mount = |name: &str| json!({ "name": name, "mountPath": format!("/v/{name}"), "readOnly": true });
-    let reader = with(
+    let reader = merged(
         container("c", WAIT),
         json!({
             "volumeMounts": [mount("map"), mount("secret"), mount("all"), mount("fields"),
@@ -74,7 +74,7 @@ fn empty_dirs(run: &Run<'_>) -> Result<()> {
         { "name": "memory", "mountPath": "/memory" },
         { "name": "disk", "mountPath": "/part", "subPath": "part" },
     ] });
-    let containers: Vec<Value> = ["a", "b"].map(|name| with(container(name, WAIT), mounts.clone())).into();
+    let containers: Vec<Value> = ["a", "b"].map(|name| merged(container(name, WAIT), mounts.clone())).into();
     let pod = run.pod(
         "",
         json!({ "containers": containers, "securityContext": { "fsGroup": 2000 }, "volumes": [
@@ -97,7 +97,7 @@ fn small_empty_dirs(run: &Run<'_>) -> Result<()> {
     let small = |suffix: &str, script: &str| {
         let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
         let volume = json!({ "name": "v", "emptyDir": { "sizeLimit": "1Mi" } });
-        let containers = json!([with(container("c", script), mounts)]);
+        let containers = json!([merged(container("c", script), mounts)]);
         run.pod(suffix, json!({ "containers": containers, "volumes": [volume] }))
     };
     let empty = small("", WAIT)?;
@@ -112,7 +112,8 @@ fn small_empty_dirs(run: &Run<'_>) -> Result<()> {
 fn host_path(run: &Run<'_>) -> Result<()> {
     let dir = tempfile::tempdir()?;
     std::fs::write(dir.path().join("from-host"), "host")?;
-    let writer = with(container("c", WAIT), json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] }));
+    let writer =
+        merged(container("c", WAIT), json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] }));
     let volume = json!({ "name": "v", "hostPath": { "path": dir.path(), "type": "Directory" } });
     let pod = run.pod("", json!({ "containers": [writer], "volumes": [volume] }))?;
     pod.ready()?;
@@ -130,7 +131,7 @@ fn persistent_volume(run: &Run<'_>) -> Result<()> {
     let node = json!({ "key": "kubernetes.io/hostname", "operator": "In", "values": ["node1"] });
     let terms = json!({ "nodeSelectorTerms": [{ "matchExpressions": [node] }] });
     let common = json!({ "storageClassName": "by-hand", "accessModes": ["ReadWriteOnce"] });
-    let claim = with(
+    let claim = merged(
         common.clone(),
         json!({ "volumeName": name, "resources": { "requests": { "storage": "1Mi" } } }),
     );
@@ -140,7 +141,7 @@ fn persistent_volume(run: &Run<'_>) -> Result<()> {
         "persistentVolumeReclaimPolicy": "Retain",
         "claimRef": { "namespace": "default", "name": name, "uid": claim["metadata"]["uid"] },
     });
-    run.create_for_all("persistentvolumes", "", json!({ "spec": with(common, volume) }))?;
+    run.create_for_all("persistentvolumes", "", json!({ "spec": merged(common, volume) }))?;
     run.patch("persistentvolumeclaims", "", &json!({ "metadata": { "finalizers": null } }))?;
     // Without a capacity kubelet would resize the volume first.
     let bound =
@@ -149,7 +150,7 @@ fn persistent_volume(run: &Run<'_>) -> Result<()> {
 
     let mounts = json!({ "volumeMounts": [{ "name": "v", "mountPath": "/v" }] });
     let volume = json!({ "name": "v", "persistentVolumeClaim": { "claimName": name } });
-    let spec = json!({ "containers": [with(container("c", WAIT), mounts)], "volumes": [volume] });
+    let spec = json!({ "containers": [merged(container("c", WAIT), mounts)], "volumes": [volume] });
     let first = run.pod("first", spec.clone())?;
     first.ready()?;
     run.see("from the host", first.exec("c", "cat /v/from-host; echo pod >/v/from-pod")?, "host");

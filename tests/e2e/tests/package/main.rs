@@ -91,21 +91,21 @@ async fn installed(node: &mut Node, reader: &mut Visit<'_>) -> Result<()> {
         run("systemctl", &["reload", "sandboxer"]).map(drop)
     })
     .await?;
-    said_of(reader, "no runtime for \"sandboxer\" is configured")?;
+    expect_start_error(reader, "no runtime for \"sandboxer\" is configured")?;
     node.step("drop-in for containerd, its restart, and check", async || reader.run("containerd").map(drop))
         .await
 }
 
 /// The pod of the page: start, a look, metrics, the commands for a failure, removal.
 async fn first_pod(node: &mut Node, reader: &mut Visit<'_>, begin: Instant) -> Result<()> {
-    let said = node.step("the page's pod, to its log", async || reader.run("pod")).await?;
+    let output = node.step("the page's pod, to its log", async || reader.run("pod")).await?;
     node.note("all from apt install to that log", begin.elapsed());
     // crictl ends a command's output with empty lines of its own.
-    let lines: Vec<_> = said.lines().rev().filter(|line| !line.is_empty()).collect();
+    let lines: Vec<_> = output.lines().rev().filter(|line| !line.is_empty()).collect();
     let hello = *lines.first().unwrap_or(&"");
     let kernels: Vec<_> = lines.iter().skip(1).take(2).copied().collect();
-    ensure!(kernels.len() == 2 && kernels[0] != kernels[1], "one kernel of pod and node: {said}");
-    ensure!(hello == format!("hello from Linux {}", kernels[1]), "{said}");
+    ensure!(kernels.len() == 2 && kernels[0] != kernels[1], "one kernel of pod and node: {output}");
+    ensure!(hello == format!("hello from Linux {}", kernels[1]), "{output}");
     let seen = node.step("a look at it", async || reader.run("look")).await?;
     ensure!(seen.contains("first") && seen.contains("container_start"), "{seen}");
     let metrics = node.step("metrics, with a reload", async || reader.run("metrics")).await?;
@@ -115,7 +115,7 @@ async fn first_pod(node: &mut Node, reader: &mut Visit<'_>, begin: Instant) -> R
     ensure!(listed.is_empty(), "{listed}");
     reader.run("failed")?;
     run("systemctl", &["stop", "sandboxer"])?;
-    said_of(reader, "/run/sandboxer/controller.sock")?;
+    expect_start_error(reader, "/run/sandboxer/controller.sock")?;
     run("systemctl", &["start", "sandboxer"])?;
     // What containerd kept of the pod that did not start.
     reader.shell("crictl rmp --all --force").map(drop)
@@ -137,11 +137,11 @@ async fn measurements(node: &mut Node, package: &Path) -> Result<()> {
 }
 
 /// What the page's table of errors promises that the start of a pod says.
-fn said_of(reader: &Visit<'_>, words: &str) -> Result<()> {
+fn expect_start_error(reader: &Visit<'_>, words: &str) -> Result<()> {
     let refused = reader.shell("CRI_CONFIG_FILE=$PWD/crictl.yaml crictl runp --runtime sandboxer pod.json");
-    let said = format!("{:#}", refused.err().context("a pod started on a node that cannot run it")?);
+    let error = format!("{:#}", refused.err().context("a pod started on a node that cannot run it")?);
     // Where it is no terminal, crictl escapes quotes.
-    ensure!(said.replace('\\', "").contains(words), "{said}");
+    ensure!(error.replace('\\', "").contains(words), "{error}");
     Ok(())
 }
 
@@ -175,8 +175,11 @@ async fn not_taken_over(pod: &Running) -> Result<()> {
     let (worker, good) = (node::worker()?, std::fs::read_to_string(CONFIG)?);
     std::fs::write(CONFIG, format!("no_such_key = 1\n{good}"))?;
     // As dpkg calls it after unpacking a later version.
-    let said = run("sh", &["-c", "/var/lib/dpkg/info/sandboxer.postinst configure 0.1.0-1 2>&1"])?;
-    ensure!(said.contains("no_such_key") && said.contains("the earlier build continues to run"), "{said}");
+    let output = run("sh", &["-c", "/var/lib/dpkg/info/sandboxer.postinst configure 0.1.0-1 2>&1"])?;
+    ensure!(
+        output.contains("no_such_key") && output.contains("the earlier build continues to run"),
+        "{output}"
+    );
     ensure!(node::worker()? == worker, "the worker was replaced");
     pod.goes_on().await.context("with a configuration that is refused")?;
     std::fs::write(CONFIG, good)?;
@@ -212,11 +215,11 @@ async fn not_removed(node: &mut Node, pod: &Running) -> Result<()> {
 async fn removed(node: &mut Node, reader: &mut Visit<'_>, pod: Running) -> Result<()> {
     node.step("removal of the pod", async || pod.remove().await).await?;
     node.step("apt remove", async || reader.run("remove").map(drop)).await?;
-    for gone in ["/usr/bin/sandboxer", "/usr/lib/sandboxer", "/run/sandboxer"] {
-        ensure!(!Path::new(gone).exists(), "{gone} is still there");
+    for path in ["/usr/bin/sandboxer", "/usr/lib/sandboxer", "/run/sandboxer"] {
+        ensure!(!Path::new(path).exists(), "{path} is still there");
     }
-    for kept in [CONFIG, "/var/lib/sandboxer"] {
-        ensure!(Path::new(kept).exists(), "{kept} is gone, and the package was not purged");
+    for path in [CONFIG, "/var/lib/sandboxer"] {
+        ensure!(Path::new(path).exists(), "{path} is gone, and the package was not purged");
     }
     ensure!(run("systemctl", &["is-active", "sandboxer"]).is_err(), "the daemon still runs");
     Ok(())

@@ -23,21 +23,21 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String> {
         .env("DEBIAN_FRONTEND", "noninteractive")
         .output()
         .with_context(|| format!("cannot run {program}"))?;
-    let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    let words = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{program} {}: {said}\n{}", arguments.join(" "), words.trim());
-    Ok(said)
+    let stdout = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {}: {stdout}\n{}", arguments.join(" "), stderr.trim());
+    Ok(stdout)
 }
 
 /// Runs apt-get, which asks nothing.
 pub fn apt(arguments: &[&str]) -> Result<()> {
-    run("apt-get", &[&["-y", "-q"], arguments].concat()).map(|said| println!("{said}"))
+    run("apt-get", &[&["-y", "-q"], arguments].concat()).map(|output| println!("{output}"))
 }
 
 /// Returns the pid of the daemon's worker.
 pub fn worker() -> Result<i64> {
-    let told: serde_json::Value = serde_json::from_str(&run("sandboxer-cli", &["version", "--json"])?)?;
-    told["daemon"]["worker_pid"].as_i64().context("no worker_pid")
+    let version: serde_json::Value = serde_json::from_str(&run("sandboxer-cli", &["version", "--json"])?)?;
+    version["daemon"]["worker_pid"].as_i64().context("no worker_pid")
 }
 
 /// The node, with a containerd that runs.

@@ -25,10 +25,10 @@ impl Hierarchies {
     pub fn now() -> Result<Self> {
         let text = fs::read_to_string("/proc/self/cgroup")
             .context("cannot read the hierarchies of control groups")?;
-        Ok(Self::of(&text))
+        Ok(Self::parse(&text))
     }
 
-    fn of(text: &str) -> Self {
+    fn parse(text: &str) -> Self {
         // The one without a name is of version 2.
         let names = text.lines().filter_map(|line| line.split(':').nth(1)).filter(|name| !name.is_empty());
         Self(names.map(str::to_owned).collect())

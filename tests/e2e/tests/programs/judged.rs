@@ -1,11 +1,11 @@
 //! How a program ended under both runtimes, what of it differs, and the table of it.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use sandboxer_e2e::document;
 
 use crate::{KNOWN, PROGRAMS, Program};
 
@@ -23,7 +23,7 @@ pub struct Ending {
 
 impl Ending {
     /// Returns exit code and time.
-    pub fn told(&self) -> String {
+    pub fn summary(&self) -> String {
         format!("{} ({:.1} s)", self.exit(), self.took.as_secs_f64())
     }
 
@@ -56,8 +56,8 @@ pub fn judge(program: &'static Program, runc: &Ending, ours: &Ending) -> Row {
     let mut notes = Vec::new();
     let mut errors = Vec::new();
     for line in 0..control.len().max(subject.len()) {
-        let of = |lines: &[String]| lines.get(line).cloned().unwrap_or_default();
-        let (control, subject) = (of(&control), of(&subject));
+        let line_of = |lines: &[String]| lines.get(line).cloned().unwrap_or_default();
+        let (control, subject) = (line_of(&control), line_of(&subject));
         if control != subject {
             let text = format!("{subject:?}, runc {control:?}");
             match why(program.name, &control, &subject) {
@@ -89,26 +89,23 @@ fn why(program: &str, runc: &str, ours: &str) -> Option<&'static str> {
     Some(known.why)
 }
 
-/// Marks around the table in a document.
-const MARKS: (&str, &str) = ("<!-- made by the run of make test-programs -->\n", "<!-- to here -->");
+/// Mark before the table in a document.
+const MARK: &str = "<!-- made by the run of make test-programs -->\n";
 
 /// Writes the table into a document. Rows of programs that did not run stay.
 pub fn put_into(document: &Path, rows: &[Row]) -> Result<()> {
-    let (from, to) = MARKS;
-    let text = fs::read_to_string(document).with_context(|| format!("cannot read {}", document.display()))?;
-    let (before, rest) = text.split_once(from).context("the document has no start mark of the table")?;
-    let (old, after) = rest.split_once(to).context("the document has no end mark of the table")?;
-    let name = |line: &str| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned());
-    let mut all: BTreeMap<String, String> =
-        old.lines().filter_map(|line| Some((name(line)?, line.to_owned()))).collect();
-    for row in rows {
-        let cells = row.cells.join(" | ").replace('\n', " ");
-        all.insert(row.program.to_owned(), format!("| `{}` | {cells} |", row.program));
-    }
-    let mut table = "| program | what is done | runc | sandboxer |\n|---|---|---|---|\n".to_owned();
-    for line in PROGRAMS.iter().filter_map(|program| all.get(program.name)) {
-        table += &format!("{line}\n");
-    }
-    fs::write(document, format!("{before}{from}{table}{to}{after}"))
-        .with_context(|| format!("cannot write {}", document.display()))
+    document::replace(document, MARK, |old| {
+        let name = |line: &str| Some(line.strip_prefix("| `")?.split('`').next()?.to_owned());
+        let mut all: BTreeMap<String, String> =
+            old.lines().filter_map(|line| Some((name(line)?, line.to_owned()))).collect();
+        for row in rows {
+            let cells = row.cells.join(" | ").replace('\n', " ");
+            all.insert(row.program.to_owned(), format!("| `{}` | {cells} |", row.program));
+        }
+        let mut table = "| program | what is done | runc | sandboxer |\n|---|---|---|---|\n".to_owned();
+        for line in PROGRAMS.iter().filter_map(|program| all.get(program.name)) {
+            table += &format!("{line}\n");
+        }
+        table
+    })
 }

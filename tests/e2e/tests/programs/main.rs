@@ -44,7 +44,6 @@ enum Rights {
     Systemd,
 }
 
-/// A program.
 struct Program {
     name: &'static str,
     script: &'static str,
@@ -129,7 +128,7 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: Arguments) -> Result<ExitCode> {
-    let is_asked = std::env::var_os("SANDBOXER_E2E_PROGRAMS").is_some();
+    let is_enabled = std::env::var_os("SANDBOXER_E2E_PROGRAMS").is_some();
     let only = std::env::var("SANDBOXER_E2E_ONLY").unwrap_or_default();
     let only: Vec<_> = only.split([',', ' ']).filter(|name| !name.is_empty()).collect();
     if let Some(unknown) = only.iter().find(|name| !PROGRAMS.iter().any(|program| program.name == **name)) {
@@ -138,8 +137,8 @@ fn run(arguments: Arguments) -> Result<ExitCode> {
     let programs = || PROGRAMS.iter().filter(|program| only.is_empty() || only.contains(&program.name));
     let name = |program: &Program| format!("programs::{}", program.name);
     let is_idle = |program: &Program| arguments.is_filtered_out(&Trial::test(name(program), || Ok(())));
-    if arguments.list || !is_asked || programs().all(is_idle) {
-        let idle = |program: &Program| Trial::test(name(program), || Ok(())).with_ignored_flag(!is_asked);
+    if arguments.list || !is_enabled || programs().all(is_idle) {
+        let idle = |program: &Program| Trial::test(name(program), || Ok(())).with_ignored_flag(!is_enabled);
         return Ok(libtest_mimic::run(&arguments, programs().map(idle).collect()).exit_code());
     }
     let suite = Arc::new(Suite::up()?);
@@ -202,7 +201,7 @@ impl Suite {
                 left.join(", ")
             ));
         }
-        println!("{}: runc {}, {} {}", program.name, runc.told(), self.subject, ours.told());
+        println!("{}: runc {}, {} {}", program.name, runc.summary(), self.subject, ours.summary());
         let errors = row.errors.join("\n");
         let is_fine = row.errors.is_empty();
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
@@ -347,6 +346,6 @@ async fn exec_beside_systemd(
         Ok(answer) => answer,
         Err(status) => return Err(with_logs(status.into(), &container)),
     };
-    let of = |bytes: Vec<u8>| String::from_utf8(bytes).context("output");
-    Ok((answer.exit_code, of(answer.stdout)?, of(answer.stderr)?))
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).context("output");
+    Ok((answer.exit_code, text(answer.stdout)?, text(answer.stderr)?))
 }

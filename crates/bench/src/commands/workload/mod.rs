@@ -181,9 +181,9 @@ fn plan(args: Args) -> Result<Plan> {
         runtimes: plan::series(&args.runtimes),
         native: args.native_root.map(|root| Native {
             build_root: args.native_build_root,
-            ..Native::of(root, args.native_address.map(|address| address.to_string()))
+            ..Native::new(root, args.native_address.map(|address| address.to_string()))
         }),
-        vm: vm::of(args.vm_image.as_ref(), args.vm_address.map(|address| address.to_string())),
+        vm: vm::with_disk(args.vm_image.as_ref(), args.vm_address.map(|address| address.to_string())),
         client_runtime: args.client_runtime,
         profile: args.profile,
         repeat: args.repeat,

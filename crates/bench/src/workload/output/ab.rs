@@ -10,8 +10,9 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let other =
         if text.contains("Non-2xx responses:") { number_after(text, "Non-2xx responses:")? } else { 0.0 };
     if failed > 0.0 || other > 0.0 {
-        let said = format!("of {complete} requests {failed} failed and {other} had a status other than 2xx");
-        return Err(OutputError::Failed { tool: "ab", said });
+        let message =
+            format!("of {complete} requests {failed} failed and {other} had a status other than 2xx");
+        return Err(OutputError::Failed { tool: "ab", message });
     }
     let rate = number_after(text, "Requests per second:")?;
     check_rate(rate, number_after(text, "Time taken for tests:")?, complete)?;

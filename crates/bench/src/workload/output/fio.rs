@@ -44,7 +44,7 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
     if job.error != 0 {
         return Err(OutputError::Failed {
             tool: TOOL,
-            said: format!("its job ended with error {}", job.error),
+            message: format!("its job ended with error {}", job.error),
         });
     }
     let direction = match (job.read.total_ios, job.write.total_ios) {

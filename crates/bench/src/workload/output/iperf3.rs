@@ -28,8 +28,8 @@ pub fn udp(text: &str) -> Result<Figures, OutputError> {
 fn end(text: &str) -> Result<Value, OutputError> {
     let value: Value = serde_json::from_str(text)
         .map_err(|error| OutputError::Json { tool: TOOL, reason: error.to_string() })?;
-    if let Some(said) = value.get("error").and_then(Value::as_str) {
-        return Err(OutputError::Failed { tool: TOOL, said: plain(said) });
+    if let Some(message) = value.get("error").and_then(Value::as_str) {
+        return Err(OutputError::Failed { tool: TOOL, message: plain(message) });
     }
     // Not by index: the value may not be an object.
     value.get("end").cloned().ok_or(OutputError::Missing("end"))

@@ -44,12 +44,12 @@ pub enum OutputError {
         reason: String,
     },
     /// The tool reports a failure.
-    #[error("{tool} failed: {said}")]
+    #[error("{tool} failed: {message}")]
     Failed {
         /// Name of the tool.
         tool: &'static str,
         /// The tool's message.
-        said: String,
+        message: String,
     },
     /// Two figures of one output contradict each other.
     #[error("the output contradicts itself: {0}")]

@@ -9,7 +9,7 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
         .find(|line| line.contains("dropped messages = "))
         .ok_or(OutputError::Missing("line of dropped messages"))?;
     if !lost.contains("dropped messages = 0; # duplicated messages = 0; # out-of-order messages = 0") {
-        return Err(OutputError::Failed { tool: "sockperf", said: sandboxer_probe::log::plain(lost) });
+        return Err(OutputError::Failed { tool: "sockperf", message: sandboxer_probe::log::plain(lost) });
     }
     let percentile = |label: &'static str| {
         let line =

@@ -64,7 +64,7 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
     // The launcher runs in another directory.
     let own = args.config.as_deref().map(std::path::absolute).transpose();
     let own = own.with_context(|| format!("cannot find {:?}", args.config))?;
-    let settings = Settings::of(&cri::read(&args.endpoint).await, &config, own)?;
+    let settings = Settings::for_runtime(&cri::read(&args.endpoint).await, &config, own)?;
     let Some(path) = &args.apply else {
         return Ok(render::print(settings.snippet().trim_end())?);
     };
@@ -86,16 +86,16 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
 
 impl Settings {
     /// Returns the settings for the containerd that responded, or else for the tested version.
-    fn of(reading: &Reading, config: &Config, own: Option<PathBuf>) -> anyhow::Result<Self> {
-        let told = reading.told.as_ref().map_err(|why| {
+    fn for_runtime(reading: &Reading, config: &Config, own: Option<PathBuf>) -> anyhow::Result<Self> {
+        let runtime = reading.runtime.as_ref().map_err(|why| {
             eprintln!(
                 "{}: {why}; these are the settings for containerd {}.{}",
                 reading.endpoint, SEEN.0, SEEN.1
             );
         });
-        let version = match told {
-            Ok(told) => sandboxer_doctor::version(&told.version)
-                .with_context(|| format!("cannot parse containerd's version {:?}", told.version))?,
+        let version = match runtime {
+            Ok(runtime) => sandboxer_doctor::version(&runtime.version)
+                .with_context(|| format!("cannot parse containerd's version {:?}", runtime.version))?,
             Err(()) => SEEN,
         };
         anyhow::ensure!(
@@ -106,7 +106,7 @@ impl Settings {
             OLDEST.0,
             OLDEST.1
         );
-        let lacking = told.ok().and_then(|told| told.pid).map(sandboxer_doctor::lacks_sys_resource);
+        let lacking = runtime.ok().and_then(|runtime| runtime.pid).map(sandboxer_doctor::lacks_sys_resource);
         Ok(Self {
             version,
             controller: config.run_dir.join(sockets::CONTROLLER),

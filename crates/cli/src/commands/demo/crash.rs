@@ -9,7 +9,7 @@ use nix::{
 };
 use sandboxer_probe::document::Table;
 use sandboxer_probe::timeline::{self, Recipe};
-use sandboxer_protocol::admin::{VersionRequest, VersionResponse};
+use sandboxer_protocol::admin::VersionResponse;
 
 use super::{Demo, heading, look};
 use crate::{client, render};
@@ -86,15 +86,14 @@ impl Demo<'_> {
     /// Waits for another process in place of the killed one.
     async fn another(&self, before: &VersionResponse, what: &str) -> Result<()> {
         let until = Instant::now() + BACK;
-        let of = |version: &VersionResponse| match what {
+        let pid_of = |version: &VersionResponse| match what {
             "worker" => version.worker_pid,
             _ => version.front_pid,
         };
         while Instant::now() < until {
             self.check_interrupted()?;
-            if let Ok(mut daemon) = client::connect(&self.global.socket).await
-                && let Ok(version) = daemon.version(VersionRequest {}).await
-                && of(version.get_ref()) != of(before)
+            if let Ok(version) = client::version(&self.global.socket).await
+                && pid_of(&version) != pid_of(before)
             {
                 return Ok(());
             }

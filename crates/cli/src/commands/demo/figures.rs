@@ -121,7 +121,7 @@ impl Demo<'_> {
         for mode in [Mode::Serial, Mode::Parallel] {
             for path in paths {
                 let times = times(samples, path, mode);
-                let summary = Summary::of(&times, 0);
+                let summary = Summary::new(&times, 0);
                 if times.is_empty() {
                     continue;
                 }
@@ -143,8 +143,8 @@ impl Demo<'_> {
 
 /// Returns the times to the first byte of a handler's starts, without warm-up.
 fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
-    let counted = samples.iter().filter(|sample| !sample.warm_up && sample.mode == mode);
-    counted.filter(|sample| sample.runtime == runtime).filter_map(|sample| sample.first_byte_ms).collect()
+    let measured = samples.iter().filter(|sample| !sample.warm_up && sample.mode == mode);
+    measured.filter(|sample| sample.runtime == runtime).filter_map(|sample| sample.first_byte_ms).collect()
 }
 
 fn complete(report: &Report) -> Result<()> {

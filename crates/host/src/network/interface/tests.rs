@@ -138,7 +138,7 @@ fn the_guest_is_told_first_what_others_are_reached_by() {
         on_link: true,
         mtu: 0,
     };
-    let told = for_guest(
+    let config = for_guest(
         3,
         &Interface {
             index: 2,
@@ -150,7 +150,7 @@ fn the_guest_is_told_first_what_others_are_reached_by() {
             neighbours: Vec::new(),
         },
     );
-    assert_eq!((told.nic, told.mtu, told.mac), (3, 9000, MAC.to_vec()));
-    assert!(told.routes[0].gateway.is_empty() && told.routes[1].gateway == [169, 254, 1, 1]);
-    assert!(told.routes[1].on_link);
+    assert_eq!((config.nic, config.mtu, config.mac), (3, 9000, MAC.to_vec()));
+    assert!(config.routes[0].gateway.is_empty() && config.routes[1].gateway == [169, 254, 1, 1]);
+    assert!(config.routes[1].on_link);
 }

@@ -145,10 +145,18 @@ impl Cache {
         self.lease_by_name(&mut self.state(), name)
     }
 
+    /// Returns whether the image of this path was made of the chain with this key. It may have been removed.
+    pub fn is_of(&self, image: &Path, key: &Key) -> bool {
+        let name = image.strip_prefix(&self.0.dir).ok().and_then(Path::to_str).unwrap_or_default();
+        name.strip_prefix(SHARED)
+            .and_then(|rest| rest.strip_prefix(key.as_str()))
+            .is_some_and(|rest| rest.starts_with('-'))
+    }
+
     /// Returns the image of a chain's merged view, created once for all callers. `key` is the chain's key, from
     /// [`key_of`].
     pub async fn shared_image(&self, key: Key, chain: Chain) -> Result<Lease, Arc<BuildError>> {
-        if let Some(lease) = self.kept(&key).await.map_err(Arc::new)? {
+        if let Some(lease) = self.cached(&key).await.map_err(Arc::new)? {
             return Ok(lease);
         }
         let building = {
@@ -178,7 +186,7 @@ impl Cache {
     }
 
     /// Returns an existing, undamaged image.
-    async fn kept(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
+    async fn cached(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
         let lease = {
             let mut state = self.state();
             let Some(name) = state.by_key.get(key).cloned() else { return Ok(None) };

@@ -127,11 +127,11 @@ mod tests {
 
             let total = |names: &mut dyn Iterator<Item = &String>| names.map(|name| before[name].0).sum::<u64>();
             for (name, (_, used, leases, shared)) in &before {
-                let gone = victims.contains(name);
-                prop_assert_ne!(gone, state.images.contains_key(name));
-                prop_assert!(!(gone && *leases > 0), "{} was in use", name);
-                prop_assert!(gone || *leases > 0 || *shared, "{} is nobody's", name);
-                if !gone && *leases == 0 {
+                let is_evicted = victims.contains(name);
+                prop_assert_ne!(is_evicted, state.images.contains_key(name));
+                prop_assert!(!(is_evicted && *leases > 0), "{} was in use", name);
+                prop_assert!(is_evicted || *leases > 0 || *shared, "{} is nobody's", name);
+                if !is_evicted && *leases == 0 {
                     prop_assert!(total(&mut state.images.keys()) <= most);
                     let newer = victims.iter().filter(|name| before[*name].3).all(|name| before[name].1 <= *used);
                     prop_assert!(newer, "{} was used before one that stays", name);

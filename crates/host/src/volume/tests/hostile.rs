@@ -111,11 +111,11 @@ impl Outside {
     }
 
     fn state(&self) -> Vec<(PathBuf, u64, i64, i64)> {
-        let of = |path: &PathBuf| {
+        let state = |path: &PathBuf| {
             let found = fs::metadata(path).unwrap();
             (path.clone(), found.len(), found.mtime(), found.mtime_nsec())
         };
-        self.things[..4].iter().map(of).collect()
+        self.things[..4].iter().map(state).collect()
     }
 
     fn allows(&self, what: &str, inode: (u64, u64)) {
@@ -123,7 +123,7 @@ impl Outside {
     }
 
     fn allows_fd(&self, what: &str, fd: OwnedFd) {
-        self.allows(what, Found::of(fd).unwrap().inode());
+        self.allows(what, Found::from_fd(fd).unwrap().inode());
     }
 
     fn allows_content(&self, what: &str, content: &[u8]) {

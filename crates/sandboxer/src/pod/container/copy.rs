@@ -36,27 +36,27 @@ pub enum CopyError {
 }
 
 /// Runs a copy, and logs the reason if it ended early.
-pub async fn logged<C: Future<Output = Result<(), CopyError>>>(of: Subject, copy: Pin<Box<C>>) {
+pub async fn logged<C: Future<Output = Result<(), CopyError>>>(subject: Subject, copy: Pin<Box<C>>) {
     match copy.await {
         Ok(()) => {}
         Err(CopyError::Guest(error)) => {
-            tracing::debug!(container = %of.container, %error, "a stream ends");
+            tracing::debug!(container = %subject.container, %error, "a stream ends");
         }
-        Err(error) => tracing::warn!(container = %of.container, error = chain(&error), "a stream ends"),
+        Err(error) => tracing::warn!(container = %subject.container, error = chain(&error), "a stream ends"),
     }
 }
 
 /// Copies an output until its end. `lost`: whether an earlier worker had copied an unknown part.
 pub async fn copy_output(
     agent: Agent,
-    of: Subject,
+    subject: Subject,
     stream: OutputStream,
     mut outlet: Outlet,
     lost: bool,
 ) -> Result<(), CopyError> {
     let mut request = ReadOutputRequest {
-        container_id: of.container.to_string(),
-        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+        container_id: subject.container.to_string(),
+        exec_id: subject.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
         stream: stream.into(),
         offset: outlet.delivered()?,
         max_bytes: CHUNK as u32,
@@ -94,18 +94,19 @@ fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
 }
 
 /// Copies the input until its end, or until `closer` is notified. `resume`: whether an earlier worker had begun;
-/// `lost`: whether it had also taken an unknown part from the FIFO.
+/// `lost`: whether it had also taken an unknown part from the FIFO. A terminal is hung up only when `closer` is notified: containerd's own
+/// end closes the FIFO, too.
 pub async fn copy_input(
     agent: Agent,
-    of: Subject,
+    subject: Subject,
     mut inlet: Inlet,
-    closer: StdinCloser,
+    (closer, has_terminal): (StdinCloser, bool),
     resume: bool,
     lost: bool,
 ) -> Result<(), CopyError> {
     let message = |offset: u64, data: Vec<u8>, end: bool| WriteInputRequest {
-        container_id: of.container.to_string(),
-        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+        container_id: subject.container.to_string(),
+        exec_id: subject.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
         offset,
         data,
         end,
@@ -138,7 +139,12 @@ pub async fn copy_input(
             tokio::select! {
                 biased;
                 () = closer.closed() => ending = true,
-                taken = inlet.take(CHUNK) => ending = taken? == 0,
+                taken = inlet.take(CHUNK) => {
+                    ending = taken? == 0;
+                    if ending && has_terminal {
+                        closer.closed().await;
+                    }
+                }
             }
         }
     }

@@ -43,7 +43,7 @@ pub fn convert(
 ) -> Result<(Vec<Needed>, Vec<BlockDevice>), PodError> {
     let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone());
     let rules = rules.unwrap_or_default();
-    let (mut kept, mut needed, mut seen) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut guest_devices, mut needed, mut seen) = (Vec::new(), Vec::new(), Vec::new());
     for device in linux.devices().clone().unwrap_or_default() {
         let (path, number) = (device.path().clone(), (device.major(), device.minor()));
         if rules.iter().any(allows_all) && is_the_hosts_own(&device) {
@@ -70,7 +70,7 @@ pub fn convert(
             }
             LinuxDeviceType::C | LinuxDeviceType::U if of_every_kernel(number).is_some() => {
                 if !ALWAYS_THERE.iter().any(|there| path == Path::new(there)) {
-                    kept.push(device);
+                    guest_devices.push(device);
                 }
             }
             kind => {
@@ -79,7 +79,7 @@ pub fn convert(
             }
         }
     }
-    linux.set_devices(Some(kept));
+    linux.set_devices(Some(guest_devices));
     Ok((needed, seen))
 }
 
@@ -119,8 +119,8 @@ fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
 
 fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool {
     let applies = rule.typ().is_none_or(|typ| matches!(typ, LinuxDeviceType::A | LinuxDeviceType::B))
-        && rule.major().is_none_or(|of| of == major || of < 0)
-        && rule.minor().is_none_or(|of| of == minor || of < 0);
+        && rule.major().is_none_or(|number| number == major || number < 0)
+        && rule.minor().is_none_or(|number| number == minor || number < 0);
     rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
 }
 
@@ -222,21 +222,21 @@ mod tests {
             {"allow": true, "access": "rwm"},
         ]))
         .unwrap();
-        let kept: Vec<_> = rules.iter().map(holds_in_a_guest).collect();
-        assert_eq!(kept, [false, true, false, false, true]);
+        let results: Vec<_> = rules.iter().map(holds_in_a_guest).collect();
+        assert_eq!(results, [false, true, false, false, true]);
     }
 
     #[test]
     fn writing_takes_a_rule_that_allows_it() {
         let rule = |json: serde_json::Value| serde_json::from_value::<LinuxDeviceCgroup>(json).unwrap();
-        let of = |access: &str, minor: i64| {
+        let block_rule = |access: &str, minor: i64| {
             rule(
                 serde_json::json!({"allow": true, "type": "b", "major": 7, "minor": minor, "access": access}),
             )
         };
-        assert!(allows_writing(&of("rwm", 1), (7, 1)));
-        assert!(!allows_writing(&of("r", 1), (7, 1)));
-        assert!(!allows_writing(&of("rwm", 2), (7, 1)));
+        assert!(allows_writing(&block_rule("rwm", 1), (7, 1)));
+        assert!(!allows_writing(&block_rule("r", 1), (7, 1)));
+        assert!(!allows_writing(&block_rule("rwm", 2), (7, 1)));
         assert!(allows_writing(&rule(serde_json::json!({"allow": true, "access": "rwm"})), (7, 1)));
         assert!(!allows_writing(&rule(serde_json::json!({"allow": false, "access": "rwm"})), (7, 1)));
     }

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     error::PodError,
-    front::{self, Front, Kept},
+    front::{self, EntryHandle, Front},
 };
 
 /// Kind of the front's entry with a process's streams: the FIFO and memfd of stdin, stdout and stderr, as far as they
@@ -44,8 +44,10 @@ pub struct Io {
     stdout: Option<Outlet>,
     stderr: Option<Outlet>,
     stderr_writer: Option<StderrWriter>,
+    /// Whether the process has a terminal.
+    has_terminal: bool,
     /// The streams' copy at the front.
-    kept: Option<Kept>,
+    front_handle: Option<EntryHandle>,
     /// Whether an earlier worker had copied an unknown part.
     forgotten: bool,
 }
@@ -112,20 +114,20 @@ impl RunningIo {
 #[derive(Debug)]
 pub struct LastOutput {
     passing: AbortOnDropHandle<()>,
-    kept: Option<Kept>,
+    front_handle: Option<EntryHandle>,
 }
 
 impl LastOutput {
-    /// Delivers the output that `running` has not copied yet. `kept`: the streams at the front.
-    pub fn of(running: RunningIo, kept: Option<Kept>) -> Self {
-        let at_front = kept.clone();
+    /// Delivers the output that `running` has not copied yet. `front_handle`: the streams at the front.
+    pub fn deliver(running: RunningIo, front_handle: Option<EntryHandle>) -> Self {
+        let at_front = front_handle.clone();
         let passing = tokio::spawn(async move {
             running.drained().await;
-            if let Some(kept) = at_front {
-                kept.release();
+            if let Some(front_handle) = at_front {
+                front_handle.release();
             }
         });
-        Self { passing: AbortOnDropHandle::new(passing), kept }
+        Self { passing: AbortOnDropHandle::new(passing), front_handle }
     }
 
     /// Waits until all output has been delivered, but at most for `limit`; then the rest is lost.
@@ -138,8 +140,8 @@ impl LastOutput {
     /// Closes the streams; output that has not been delivered is lost.
     pub fn give_up(self) {
         drop(self.passing);
-        if let Some(kept) = self.kept {
-            kept.release();
+        if let Some(front_handle) = self.front_handle {
+            front_handle.release();
         }
     }
 }
@@ -205,15 +207,16 @@ impl Io {
             stdin: wanted(&paths.stdin).map(inlet).transpose()?,
             stdout: stdout.map(|path| outlet("stdout", path)).transpose()?,
             stderr: stderr.map(|path| outlet("stderr", path)).transpose()?,
+            has_terminal: paths.terminal,
             ..Self::default()
         };
-        let kept = io.find_voice(paths).and_then(|()| {
+        let front_handle = io.find_stderr_writer(paths).and_then(|()| {
             let fds: Vec<_> = (io.stdin.iter().flat_map(Inlet::fds))
                 .chain(io.stdout.iter().chain(&io.stderr).flat_map(Outlet::fds))
                 .collect();
             front.keep(&subject.key(STREAMS), paths, &fds)
         });
-        io.kept = Some(kept.map_err(|source| PodError::Front {
+        io.front_handle = Some(front_handle.map_err(|source| PodError::Front {
             pod: pod.clone(),
             what: subject.key(STREAMS).into(),
             source,
@@ -223,7 +226,7 @@ impl Io {
 
     /// Adopts the streams of a process that an earlier worker started: those the front has kept, or the FIFOs opened
     /// again. If they are gone, the output is lost; the exit is still reported.
-    pub fn take_up(front: &Arc<Front>, pod: &SandboxId, subject: &Subject, paths: &StdioPaths) -> Self {
+    pub fn adopt(front: &Arc<Front>, pod: &SandboxId, subject: &Subject, paths: &StdioPaths) -> Self {
         match Self::inherit(front, subject, paths) {
             Ok(Some(io)) => return io,
             Ok(None) if front.is_new() => {}
@@ -244,7 +247,7 @@ impl Io {
     }
 
     /// Adopts the streams of an exited process, if an earlier worker had not delivered its last output.
-    pub fn take_up_rest(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> Option<Self> {
+    pub fn adopt_rest(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> Option<Self> {
         Self::inherit(front, subject, paths).unwrap_or_else(|error| {
             tracing::warn!(container = %subject.container, %error, "the last output of the process is lost");
             front.forget(&subject.key(STREAMS));
@@ -253,7 +256,9 @@ impl Io {
     }
 
     fn inherit(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> io::Result<Option<Self>> {
-        let Some((entry, kept)) = front.take_kept(&subject.key(STREAMS)) else { return Ok(None) };
+        let Some((entry, front_handle)) = front.take_with_handle(&subject.key(STREAMS)) else {
+            return Ok(None);
+        };
         // If the earlier worker was killed before it reported this, the front has single copies too, and containerd
         // would not see the end of file.
         let opened = STDIO.map(|stream| opening(subject, stream));
@@ -263,7 +268,8 @@ impl Io {
         }
         let mut fds = entry.fds.into_iter();
         let mut pair = || fds.next().zip(fds.next()).ok_or(io::ErrorKind::UnexpectedEof);
-        let mut io = Self { kept: Some(kept), ..Self::default() };
+        let mut io =
+            Self { front_handle: Some(front_handle), has_terminal: paths.terminal, ..Self::default() };
         if wanted(&paths.stdin).is_some() {
             let (fifo, spool) = pair()?;
             io.stdin = Some(Inlet::inherited(fifo, spool)?);
@@ -276,13 +282,13 @@ impl Io {
             let (fifo, spool) = pair()?;
             io.stderr = Some(Outlet::inherited(fifo, spool)?);
         }
-        io.find_voice(paths)?;
+        io.find_stderr_writer(paths)?;
         Ok(Some(io))
     }
 
-    fn find_voice(&mut self, paths: &StdioPaths) -> io::Result<()> {
-        let of = if paths.terminal { &self.stdout } else { &self.stderr };
-        if let Some([fifo, _]) = of.as_ref().map(Outlet::fds) {
+    fn find_stderr_writer(&mut self, paths: &StdioPaths) -> io::Result<()> {
+        let outlet = if paths.terminal { &self.stdout } else { &self.stderr };
+        if let Some([fifo, _]) = outlet.as_ref().map(Outlet::fds) {
             self.stderr_writer = Some(StderrWriter(fifo.try_clone_to_owned()?));
         }
         Ok(())
@@ -294,14 +300,14 @@ impl Io {
     }
 
     /// Returns the handle of the streams' copy at the front.
-    pub fn kept(&self) -> Option<Kept> {
-        self.kept.clone()
+    pub fn front_handle(&self) -> Option<EntryHandle> {
+        self.front_handle.clone()
     }
 
     /// Closes all streams: the process will not exist.
     pub fn let_go(self) {
-        if let Some(kept) = &self.kept {
-            kept.release();
+        if let Some(front_handle) = &self.front_handle {
+            front_handle.release();
         }
     }
 
@@ -320,12 +326,12 @@ impl Io {
         let mut stdin = JoinSet::new();
         let closer = self.stdin.map(|inlet| {
             let closer = StdinCloser(Arc::default());
-            let copy =
-                Box::pin(copy_input(agent.clone(), subject.clone(), inlet, closer.clone(), resume, lost));
-            let (started, of) = (started.clone(), subject.clone());
+            let ends = (closer.clone(), self.has_terminal);
+            let copy = Box::pin(copy_input(agent.clone(), subject.clone(), inlet, ends, resume, lost));
+            let (started, subject) = (started.clone(), subject.clone());
             stdin.spawn(async move {
                 started.notified().await;
-                logged(of, copy).await;
+                logged(subject, copy).await;
             });
             closer
         });

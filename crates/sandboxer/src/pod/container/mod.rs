@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::{
-    front::Kept,
+    front::EntryHandle,
     pod::{
         journal::{ContainerRecord, ProcessRecord},
         limits::SharedLimits,
@@ -147,7 +147,7 @@ pub struct Process {
     /// The process's exit, if it came during the start.
     pub early_exit: Option<Exit>,
     /// The front's copies of the process's streams, until it has exited.
-    kept: Option<Kept>,
+    front_handle: Option<EntryHandle>,
 }
 
 impl Process {
@@ -159,7 +159,7 @@ impl Process {
     /// Returns a process in `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
-        let kept = io.as_ref().and_then(io::Io::kept);
+        let front_handle = io.as_ref().and_then(io::Io::front_handle);
         Self {
             pid,
             stdio,
@@ -172,7 +172,7 @@ impl Process {
             last_output: None,
             is_followed: false,
             early_exit: None,
-            kept,
+            front_handle,
         }
     }
 
@@ -182,8 +182,8 @@ impl Process {
         self.stderr_writer = None;
         self.stdin = None;
         self.pass_last_output();
-        if let Some(kept) = self.kept.take() {
-            kept.release();
+        if let Some(front_handle) = self.front_handle.take() {
+            front_handle.release();
         }
         if !self.has_exited() {
             self.phase.send_replace(Phase::Exited(exit));
@@ -202,7 +202,7 @@ impl Process {
     /// Delivers the last output of an exited process, if its streams are copied.
     pub fn pass_last_output(&mut self) {
         if let Some(running) = self.running.take() {
-            self.last_output = Some(io::LastOutput::of(running, self.kept.take()));
+            self.last_output = Some(io::LastOutput::deliver(running, self.front_handle.take()));
         }
     }
 
@@ -244,7 +244,7 @@ pub struct Container {
     pub init: Process,
     /// The container's execs.
     pub execs: HashMap<ExecId, Process>,
-    /// Whether the container is paused.
+    /// Whether its processes were frozen, and have not been thawed since; see [`Self::is_paused`].
     pub paused: bool,
     /// The stages of the container's start.
     pub stages: Stages,
@@ -270,6 +270,11 @@ impl Container {
             None => Some(&mut self.init),
             Some(exec) => self.execs.get_mut(exec),
         }
+    }
+
+    /// Returns whether the container is paused; the exit of its init ends a pause.
+    pub fn is_paused(&self) -> bool {
+        self.paused && !self.init.has_exited()
     }
 
     /// Returns the container's record for the journal.

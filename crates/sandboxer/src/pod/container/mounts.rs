@@ -33,7 +33,7 @@ const SHARED_MEMORY: &str = "/dev/shm";
 #[derive(Debug, Default)]
 pub struct Mounts {
     /// Mounts that the guest's runtime performs.
-    pub kept: Vec<Mount>,
+    pub guest_mounts: Vec<Mount>,
     /// Files copied into the container.
     pub files: Vec<File>,
     /// Volumes that the guest must have first.
@@ -58,9 +58,9 @@ pub async fn look(
     mounts: &[Mount],
     on_disk: bool,
 ) -> Result<AllLooked, PodError> {
-    let helpers = helpers.of(&pod.uid);
+    let helpers = helpers.on_behalf_of(&pod.uid);
     let mut looked = AllLooked::new();
-    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
+    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(pod, mount));
     let is_on_disk = |mount: &Mount| on_disk && is_image_volume(container, mount);
     for (at, mount) in binds.filter(|(_, mount)| !is_on_disk(mount)) {
         looked.insert(at, helpers.look(&pod.id, mount).await.map_err(VolumeError::from)?);
@@ -77,7 +77,7 @@ pub async fn root(
 ) -> Result<Share, PodError> {
     let options = ["rbind", "rw"].map(str::to_owned).to_vec();
     let mount = bind(container, Path::new("/"), root.to_owned(), options)?;
-    let looked = helpers.of(&pod.uid).look(&pod.id, &mount).await.map_err(VolumeError::from)?;
+    let looked = helpers.on_behalf_of(&pod.uid).look(&pod.id, &mount).await.map_err(VolumeError::from)?;
     let mut all = Mounts::default();
     all.bind(pod, container, looked)?;
     all.shares
@@ -87,16 +87,20 @@ pub async fn root(
 
 /// Reads the sources of bind mounts of the pod of `kubelet` in this thread; for sources that cannot hang.
 #[cfg(any(test, fuzzing))]
-pub fn looked_at(kubelet: &sandboxer_host::volume::Kubelet, mounts: &[Mount]) -> Result<AllLooked, PodError> {
-    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
+pub fn looked_at(
+    pod: &PodSpec,
+    kubelet: &sandboxer_host::volume::Kubelet,
+    mounts: &[Mount],
+) -> Result<AllLooked, PodError> {
+    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(pod, mount));
     Ok(binds.map(|(at, mount)| Ok((at, Looked::at(mount, kubelet)?))).collect::<Result<_, VolumeError>>()?)
 }
 
 /// Returns whether a mount's source is a path.
-fn is_looked_at(mount: &Mount) -> bool {
+fn is_looked_at(pod: &PodSpec, mount: &Mount) -> bool {
     let fstype = mount.typ().as_deref().unwrap_or("");
     is_bind(mount)
-        && !is_the_pods_shared_memory(mount)
+        && !is_the_pods_shared_memory(pod, mount)
         && !GUEST_FILE_SYSTEMS.contains(&fstype)
         && device(mount).is_none()
 }
@@ -137,20 +141,25 @@ pub fn convert(
             return Err(unsupported(container, &what, "a guest has the host's ids"));
         }
         let is_its_own = pod.alone && !is_bind(&mount);
-        if is_the_pods_shared_memory(&mount) && !is_its_own {
+        if is_the_pods_shared_memory(pod, &mount) && !is_its_own {
             // Mounted below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
-            all.kept.push(mount);
+            all.guest_mounts.push(mount);
         } else if on_disk && is_image_volume(container, &mount) {
             let options = mount.options().iter().flatten();
-            let kept = options.filter(|option| IMAGE_VOLUME_OPTIONS.contains(&option.as_str())).cloned();
-            all.kept.push(bind(container, mount.destination(), IMAGE_VOLUME.into(), kept.collect())?);
+            let usable = options.filter(|option| IMAGE_VOLUME_OPTIONS.contains(&option.as_str())).cloned();
+            all.guest_mounts.push(bind(
+                container,
+                mount.destination(),
+                IMAGE_VOLUME.into(),
+                usable.collect(),
+            )?);
             all.has_image_volumes = true;
         } else if let Some(node) = device(&mount) {
             let read_only = mount.options().iter().flatten().any(|option| option == "ro");
             let access = if read_only { "ro" } else { "rw" };
             let options = vec!["bind".to_owned(), access.to_owned()];
-            all.kept.push(bind(container, mount.destination(), node.to_owned(), options)?);
+            all.guest_mounts.push(bind(container, mount.destination(), node.to_owned(), options)?);
         } else if let Some(looked) = looked.remove(&at) {
             all.bind(pod, container, looked)?;
         } else {
@@ -158,13 +167,13 @@ pub fn convert(
             return Err(unsupported(container, &what, "it is none that a guest can mount by itself"));
         }
     }
-    if !all.kept.iter().any(|mount| mount.destination() == Path::new(SHARED_MEMORY)) {
+    if !all.guest_mounts.iter().any(|mount| mount.destination() == Path::new(SHARED_MEMORY)) {
         let options = ["rbind", "rw", "nosuid", "nodev", "noexec"].map(str::to_owned).to_vec();
         let mount = bind(container, SHARED_MEMORY.as_ref(), SHARED_MEMORY.into(), options)?;
         // As containerd sorts all of them: beneath whatever has a deeper target.
         let depth = |mount: &Mount| mount.destination().components().count();
-        let last = all.kept.iter().rposition(|kept| depth(kept) <= depth(&mount));
-        all.kept.insert(last.map_or(0, |last| last + 1), mount);
+        let last = all.guest_mounts.iter().rposition(|other| depth(other) <= depth(&mount));
+        all.guest_mounts.insert(last.map_or(0, |last| last + 1), mount);
     }
     Ok(all)
 }
@@ -198,7 +207,7 @@ impl Mounts {
             Kind::File | Kind::TerminationMessage => {}
             Kind::Projected | Kind::ProjectedPart | Kind::EmptyDir(_) => {
                 if let Some((needed, at)) = volume.needed() {
-                    self.kept.push(bind(container, &volume.at, at, volume.options)?);
+                    self.guest_mounts.push(bind(container, &volume.at, at, volume.options)?);
                     self.needed.push(needed);
                 }
             }
@@ -218,14 +227,14 @@ impl Mounts {
                 };
                 let found = found.ok_or_else(|| std::io::ErrorKind::NotFound.into());
                 let share =
-                    found.and_then(|found| Share::of(&source, found, inode, access, follows_host_mounts));
+                    found.and_then(|found| Share::new(&source, found, inode, access, follows_host_mounts));
                 let share = share.map_err(|error| PodError::Path {
                     pod: pod.id.clone(),
                     action: "look at",
                     path: source,
                     source: error,
                 })?;
-                self.kept.push(bind(container, &at, share.guest_path(), options)?);
+                self.guest_mounts.push(bind(container, &at, share.guest_path(), options)?);
                 self.shares.push(share);
             }
         }
@@ -239,13 +248,17 @@ impl Mounts {
     }
 }
 
-/// Returns whether this is containerd's mount at /dev/shm: a tmpfs, the host's own, or the one created for the pod on
-/// the host, `…/sandboxes/<id>/shm`.
-fn is_the_pods_shared_memory(mount: &Mount) -> bool {
+/// Returns whether this is containerd's or CRI-O's mount at /dev/shm: a tmpfs, the host's own, or the one created for the
+/// pod on the host, `…/sandboxes/<id>/shm` or in the bundle of CRI-O's sandbox container.
+fn is_the_pods_shared_memory(pod: &PodSpec, mount: &Mount) -> bool {
     let source = mount.source().as_deref().unwrap_or(Path::new(""));
+    let in_bundle = |bundle: &Path| pod.is_of_cri_o() && source == bundle.join("shm");
     let of_a_pod =
         source.ends_with("shm") && source.iter().rev().nth(2).is_some_and(|dir| dir == "sandboxes");
-    let of_containerd = !is_bind(mount) || source == Path::new(SHARED_MEMORY) || of_a_pod;
+    let of_containerd = !is_bind(mount)
+        || source == Path::new(SHARED_MEMORY)
+        || of_a_pod
+        || pod.bundle.as_deref().is_some_and(in_bundle);
     mount.destination() == Path::new(SHARED_MEMORY) && of_containerd
 }
 
@@ -315,8 +328,9 @@ mod tests {
 
     /// Converts mounts of the pod with uid "u", whose kubelet has this root directory.
     fn converted_at(root: &Path, mounts: Vec<Mount>) -> Result<Mounts, PodError> {
-        let looked = looked_at(&Kubelet { root: root.to_owned(), uid: "u".to_owned() }, &mounts)?;
-        convert(&record("p").spec, &"c".parse().unwrap(), mounts, looked, true)
+        let pod = record("p").spec;
+        let looked = looked_at(&pod, &Kubelet { root: root.to_owned(), uid: "u".to_owned() }, &mounts)?;
+        convert(&pod, &"c".parse().unwrap(), mounts, looked, true)
     }
 
     #[test]
@@ -336,13 +350,13 @@ mod tests {
             let mounts = vec![mount("/data", source, &["rbind", "rprivate", "rw"])];
             let kubelet = Kubelet { root: dir.path().into(), uid: "u".to_owned() };
             let is_own = on_disk && source == own;
-            let looked = if is_own { AllLooked::new() } else { looked_at(&kubelet, &mounts).unwrap() };
+            let looked = if is_own { AllLooked::new() } else { looked_at(&pod, &kubelet, &mounts).unwrap() };
             convert(&pod, &"c".parse().unwrap(), mounts, looked, on_disk).unwrap()
         };
         let on_disk = all(&own, true);
         assert!(on_disk.has_image_volumes && on_disk.shares.is_empty());
-        assert_eq!(on_disk.kept[0].source().as_deref(), Some(Path::new(IMAGE_VOLUME)));
-        assert_eq!(on_disk.kept[0].options().clone().unwrap(), ["rbind", "rw"]);
+        assert_eq!(on_disk.guest_mounts[0].source().as_deref(), Some(Path::new(IMAGE_VOLUME)));
+        assert_eq!(on_disk.guest_mounts[0].options().clone().unwrap(), ["rbind", "rw"]);
         for other in ["containers/d/volumes/0a", "containers/c/volumes", "c/volumes/0a"] {
             let other = dir.path().join(other);
             fs::create_dir_all(&other).unwrap();
@@ -353,7 +367,7 @@ mod tests {
         fs::create_dir_all(&own).unwrap();
         let shared = all(&own, false);
         assert!(!shared.has_image_volumes && shared.shares.len() == 1);
-        assert_eq!(shared.kept[0].source().clone().unwrap(), shared.shares[0].guest_path());
+        assert_eq!(shared.guest_mounts[0].source().clone().unwrap(), shared.shares[0].guest_path());
     }
 
     #[test]
@@ -363,14 +377,14 @@ mod tests {
         let found = fs::metadata(dir.path()).unwrap();
         let inode = (found.dev(), found.ino());
         let opened = fs::File::open(dir.path()).unwrap().into();
-        let share = Share::of(dir.path(), opened, inode, Access::ReadOnly, true).unwrap();
+        let share = Share::new(dir.path(), opened, inode, Access::ReadOnly, true).unwrap();
         assert_eq!(all.shares[0].guest_path(), share.guest_path());
-        let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
-        assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
-        assert_eq!(kept.options().clone().unwrap(), ["rbind"], "the host holds it to that");
+        let data = all.guest_mounts.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
+        assert_eq!(data.source().clone(), Some(all.shares[0].guest_path()));
+        assert_eq!(data.options().clone().unwrap(), ["rbind"], "the host holds it to that");
         let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rprivate"])]).unwrap();
-        let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
-        assert_eq!(kept.options().clone().unwrap(), ["rbind", "ro"], "nothing below it can be written to");
+        let data = all.guest_mounts.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
+        assert_eq!(data.options().clone().unwrap(), ["rbind", "ro"], "nothing below it can be written to");
     }
 
     #[test]
@@ -390,8 +404,8 @@ mod tests {
         let volume = dir.path().join("pods/u/volumes/kubernetes.io~empty-dir/shm");
         fs::create_dir_all(&volume).unwrap();
         let source = |mounts| {
-            let kept = converted_at(dir.path(), mounts).unwrap().kept;
-            let mut found = kept.iter().filter(|mount| mount.destination() == Path::new("/dev/shm"));
+            let mounts = converted_at(dir.path(), mounts).unwrap().guest_mounts;
+            let mut found = mounts.iter().filter(|mount| mount.destination() == Path::new("/dev/shm"));
             let source = found.next().unwrap().source().clone().unwrap();
             assert_eq!(found.next(), None);
             source
@@ -401,6 +415,16 @@ mod tests {
         assert_eq!(source(vec![]), Path::new("/dev/shm"));
         let own = source(vec![mount("/dev/shm", &volume, &["rbind"])]);
         assert!(own.starts_with(sandboxer_protocol::VOLUMES_DIR), "{own:?}");
+    }
+
+    #[test]
+    fn shared_memory_of_cri_o_is_in_the_bundle_of_its_sandbox_container() {
+        let dir = Path::new("/run/containers/storage/overlay-containers/p/userdata");
+        let pod = PodSpec { bundle: Some(dir.to_owned()), ..record("p").spec };
+        let is_its = |source: &Path| is_the_pods_shared_memory(&pod, &mount("/dev/shm", source, &["bind"]));
+        assert!(is_its(&dir.join("shm")));
+        assert!(!is_its("/run/containers/storage/overlay-containers/q/userdata/shm".as_ref()));
+        assert!(!is_its("/srv/shm".as_ref()));
     }
 
     #[test]
@@ -434,7 +458,7 @@ mod tests {
         let (secret, space) = (&all.needed[0], &all.needed[1]);
         assert_eq!(all.needed[2], *space, "one volume, in two places");
         let seen: Vec<_> = all
-            .kept
+            .guest_mounts
             .iter()
             .map(|mount| (mount.destination().as_path(), mount.source().clone().unwrap()))
             .collect();
@@ -446,7 +470,7 @@ mod tests {
                 (Path::new("/dev/shm"), space.guest_path()),
             ]
         );
-        assert_eq!(all.kept[0].options().as_ref().unwrap(), &["rbind", "ro"]);
+        assert_eq!(all.guest_mounts[0].options().as_ref().unwrap(), &["rbind", "ro"]);
         let file = |path: &str| all.files.iter().find(|file| file.path == path).unwrap();
         assert!(file("/dev/termination-log").is_message && !file("/etc/hosts").is_message);
         assert_eq!(all.message, Some(at("containers/c/0a")));

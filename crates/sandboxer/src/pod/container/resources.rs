@@ -40,11 +40,11 @@ pub fn check(container: &ContainerId, resources: &LinuxResources) -> Result<(), 
 /// Checks that a list of CPUs or memory nodes is valid, and that the node has all of them.
 fn within(list: Option<&str>, file: &str, what: &str) -> Result<(), String> {
     let Some(list) = list.filter(|list| !list.is_empty()) else { return Ok(()) };
-    let asked = Cpus::parse(list).ok_or_else(|| format!("{list:?} is no list of {what}"))?;
+    let requested = Cpus::parse(list).ok_or_else(|| format!("{list:?} is no list of {what}"))?;
     // A kernel without NUMA has no list of memory nodes.
     let text = fs::read_to_string(file).unwrap_or_else(|_| "0".to_owned());
     match Cpus::parse(&text) {
-        Some(there) if !asked.is_within(&there) => {
+        Some(there) if !requested.is_within(&there) => {
             Err(format!("{list:?} names {what} that the node does not have: it has {there}"))
         }
         _ => Ok(()),
@@ -79,17 +79,17 @@ pub struct HostCpus {
 impl HostCpus {
     /// Extracts the host's CPUs and memory nodes from an update. Also returns the rest, for the guest.
     pub fn take(resources: Vec<u8>) -> (Self, Vec<u8>) {
-        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else {
+        let Ok(mut update) = serde_json::from_slice::<serde_json::Value>(&resources) else {
             return (Self::default(), resources);
         };
-        let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
+        let Some(cpu) = update.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
             return (Self::default(), resources);
         };
         let [cpus, mems] = ["cpus", "mems"].map(|name| {
             let list = cpu.remove(name)?;
             list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
         });
-        (Self { cpus, mems }, said.to_string().into_bytes())
+        (Self { cpus, mems }, update.to_string().into_bytes())
     }
 }
 
@@ -124,12 +124,13 @@ mod tests {
 
     #[test]
     fn memory_that_cannot_be_is_refused() {
-        let of = |limit: i64, swap: i64| says(serde_json::json!({"memory": {"limit": limit, "swap": swap}}));
-        assert!(of(-2, 0).unwrap().contains("-2 bytes of memory"));
-        assert!(of(0, -2).unwrap().contains("of memory and swap"));
-        assert!(of(2048, 1024).unwrap().contains("less than that of memory alone"));
+        let refusal =
+            |limit: i64, swap: i64| says(serde_json::json!({"memory": {"limit": limit, "swap": swap}}));
+        assert!(refusal(-2, 0).unwrap().contains("-2 bytes of memory"));
+        assert!(refusal(0, -2).unwrap().contains("of memory and swap"));
+        assert!(refusal(2048, 1024).unwrap().contains("less than that of memory alone"));
         for (limit, swap) in [(1, 0), (-1, -1), (1024, 1024), (1024, -1), (0, 0)] {
-            assert_eq!(of(limit, swap), None);
+            assert_eq!(refusal(limit, swap), None);
         }
         assert!(says(serde_json::json!({"memory": 5})).unwrap().contains("cannot be understood"));
     }

@@ -41,9 +41,9 @@ pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
 const CONTAINER_NAME: &str = "io.kubernetes.cri.container-name";
 const IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 
-/// Default AppArmor profiles of containerd, docker and nerdctl, and the name for no profile.
+/// Default AppArmor profiles of containerd, docker, nerdctl and CRI-O, and the name for no profile.
 const DEFAULT_APPARMOR: &str = "cri-containerd.apparmor.d";
-const OTHER_DEFAULTS: [&str; 2] = ["docker-default", "nerdctl-default"];
+const OTHER_DEFAULTS: [&str; 3] = ["docker-default", "nerdctl-default", "crio-default"];
 const UNCONFINED: &str = "unconfined";
 
 /// A container's spec for the guest.
@@ -108,7 +108,7 @@ pub async fn read(
     Ok(guest_spec)
 }
 
-/// Reads by what the container with this bundle is recognised.
+/// Reads by what the container with this bundle is recognised, except for the digest of its image.
 pub fn identity(container: &ContainerId, bundle: &Path) -> Result<Identity, PodError> {
     let path = bundle.join("config.json");
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
@@ -125,6 +125,7 @@ pub fn identity(container: &ContainerId, bundle: &Path) -> Result<Identity, PodE
     Ok(Identity {
         name: annotation(CONTAINER_NAME)?,
         image: annotation(IMAGE_NAME)?,
+        digest: None,
         args: process.and_then(|process| process.args().clone()).unwrap_or_default(),
         cwd: process.map(|process| process.cwd().display().to_string()).unwrap_or_default(),
         user: process.map(|process| [process.user().uid(), process.user().gid()]).unwrap_or_default(),
@@ -144,7 +145,7 @@ pub fn too_large(container: &ContainerId, length: u64) -> PodError {
 pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<GuestSpec, PodError> {
     let spec = parse_json(new, text)?;
     let kubelet = sandboxer_host::volume::Kubelet { root: "/var/lib/kubelet".into(), uid: pod.uid.clone() };
-    let looked = mounts::looked_at(&kubelet, spec.mounts().as_deref().unwrap_or_default())?;
+    let looked = mounts::looked_at(pod, &kubelet, spec.mounts().as_deref().unwrap_or_default())?;
     convert(pod, new, spec, looked, pod.image_volumes_on_disk)
 }
 
@@ -179,11 +180,11 @@ fn convert(
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
-    let asked = spec.mounts().clone().unwrap_or_default();
-    let mounted: Vec<_> = asked.iter().map(|mount| mount.destination().clone()).collect();
-    let Mounts { kept, mut files, mut needed, shares, message, has_image_volumes } =
-        mounts::convert(pod, container, asked, looked, on_disk)?;
-    spec.set_mounts(Some(kept));
+    let requested = spec.mounts().clone().unwrap_or_default();
+    let mounted: Vec<_> = requested.iter().map(|mount| mount.destination().clone()).collect();
+    let Mounts { guest_mounts, mut files, mut needed, shares, message, has_image_volumes } =
+        mounts::convert(pod, container, requested, looked, on_disk)?;
+    spec.set_mounts(Some(guest_mounts));
     if let Some(process) = spec.process_mut() {
         drop_host_labels(container, process)?;
         limit(container, process, &pod.rlimits)?;
@@ -191,16 +192,20 @@ fn convert(
     let (mut devices, mut processes, mut cpus, mut mems) = (Vec::new(), None, None, None);
     let mut limits = ContainerLimits::default();
     if let Some(linux) = spec.linux_mut() {
-        limits = linux.resources().as_ref().map(ContainerLimits::of).unwrap_or_default();
+        limits = linux.resources().as_ref().map(ContainerLimits::from_resources).unwrap_or_default();
         (cpus, mems) = cpuset(container, linux)?;
         processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
         needed.extend(disks);
         devices = seen;
         convert_linux(container, linux)?;
+        if pod.alone {
+            // They are the pod's, and set at its start. To the guest's runtime they would be the host's.
+            linux.set_sysctl(None);
+        }
     }
-    let asked = spec.annotations().as_ref().and_then(|annotations| annotations.get(ROOTFS_SIZE));
-    let rootfs_bytes = match asked {
+    let annotation = spec.annotations().as_ref().and_then(|annotations| annotations.get(ROOTFS_SIZE));
+    let rootfs_bytes = match annotation {
         Some(text) => Some(quantity::space(ROOTFS_SIZE, text).map_err(|reason| invalid(container, reason))?),
         None => pod.room.rootfs_bytes,
     };
@@ -282,18 +287,25 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
     if let Some(resources) = linux.resources_mut() {
         // Device rules and I/O limits name devices of the host; CPU sets name its CPUs.
         let rules = resources.devices().iter().flatten();
-        let kept: Vec<_> = rules.filter(|rule| devices::holds_in_a_guest(rule)).cloned().collect();
+        let applicable: Vec<_> = rules.filter(|rule| devices::holds_in_a_guest(rule)).cloned().collect();
         resources
-            .set_devices((!kept.is_empty()).then_some(kept))
+            .set_devices((!applicable.is_empty()).then_some(applicable))
             .set_block_io(None)
             .set_network(None)
             .set_rdma(None);
         if let Some(cpu) = resources.cpu_mut() {
             cpu.set_cpus(None).set_mems(None).set_realtime_period(None).set_realtime_runtime(None);
+            // CRI-O writes 0 for what is not set, and so does runc read it.
+            let [shares, period] =
+                [cpu.shares(), cpu.period()].map(|value| value.filter(|value| *value != 0));
+            let quota = cpu.quota().filter(|value| *value != 0);
+            cpu.set_shares(shares).set_period(period).set_quota(quota);
         }
         if let Some(memory) = resources.memory_mut() {
             // A guest has no swap; the rest belongs to cgroup v1.
             memory.set_swap(None).set_swappiness(None).set_kernel(None).set_kernel_tcp(None);
+            let limit = memory.limit().filter(|value| *value != 0);
+            memory.set_limit(limit);
         }
     }
     linux.set_cgroups_path(None).set_mount_label(None).set_intel_rdt(None).set_rootfs_propagation(None);
@@ -432,12 +444,40 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_of_nothing_is_none() {
+        let (spec, _) = convert_json(|json| {
+            json["linux"]["resources"] =
+                serde_json::json!({"memory": {"limit": 0}, "cpu": {"shares": 0, "quota": 0, "period": 0}});
+        })
+        .unwrap();
+        let resources = spec.linux().as_ref().unwrap().resources().clone().unwrap();
+        assert_eq!(resources.memory().unwrap().limit(), None);
+        let cpu = resources.cpu().clone().unwrap();
+        assert_eq!((cpu.shares(), cpu.quota(), cpu.period()), (None, None, None));
+    }
+
+    #[test]
+    fn sysctls_of_a_container_without_a_pod_are_its_pods() {
+        let spec: Spec = serde_json::from_value(serde_json::json!({
+            "ociVersion": "1.3.0",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/"},
+            "linux": {"sysctl": {"net.ipv4.ip_unprivileged_port_start": "0"}, "namespaces": [{"type": "pid"}]}
+        }))
+        .unwrap();
+        let pod = PodSpec { alone: true, ..record("c").spec };
+        let guest = convert(&pod, &new(Path::new("/"), &[]), spec, AllLooked::new(), true).unwrap();
+        let spec: Spec = serde_json::from_slice(&guest.json).unwrap();
+        assert_eq!(spec.linux().as_ref().unwrap().sysctl(), &None);
+    }
+
+    #[test]
     fn a_profile_of_apparmor_that_was_asked_for_is_refused_by_name() {
-        let with = |profile: &str| convert_json(|json| json["process"]["apparmorProfile"] = profile.into());
-        let error = with("k8s-deny-write").unwrap_err();
+        let convert_with_profile =
+            |profile: &str| convert_json(|json| json["process"]["apparmorProfile"] = profile.into());
+        let error = convert_with_profile("k8s-deny-write").unwrap_err();
         assert_eq!(error.code(), sandboxer_base::Code::Unimplemented);
         assert!(error.to_string().contains("the AppArmor profile \"k8s-deny-write\""), "{error}");
-        with(UNCONFINED).unwrap();
+        convert_with_profile(UNCONFINED).unwrap();
     }
 
     #[test]

@@ -13,7 +13,9 @@ use futures::future;
 use sandboxer_base::{
     chain,
     clock::{now_ns, plausible},
+    failpoint::reach,
 };
+use sandboxer_guest::GuestError;
 use sandboxer_host::{
     helper::Helpers,
     rootfs::{Layer, Lease, RootfsPlan, RootfsStore, Scratch, Writable},
@@ -37,7 +39,7 @@ use super::{
 use crate::{
     checkpoint::SavedContainer,
     error::PodError,
-    front::{Front, Kept},
+    front::{EntryHandle, Front},
     pod::{
         checkpoint::{self, Adopted, Restored},
         limits::ContainerLimits,
@@ -71,7 +73,7 @@ pub struct Created {
     /// The container's limits.
     pub limits: ContainerLimits,
     /// The intent that the front stores until the container is recorded.
-    pub intent: Kept,
+    pub intent: EntryHandle,
     /// The saved container that goes on as this one.
     pub adopted: Option<Adopted>,
 }
@@ -83,6 +85,9 @@ pub struct Intent {
     pub pod: SandboxId,
     /// Serial numbers of the disks that may be attached for the container.
     pub disks: Vec<String>,
+    /// The saved container that may go on as this one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub saved: Option<ContainerId>,
 }
 
 /// Kind of the front's entries that hold an [`Intent`].
@@ -136,8 +141,8 @@ async fn try_create(
     let not_cancelled = || if cancel.is_cancelled() { Err(cancelled()) } else { Ok(()) };
     let subject = Subject { container: new.id.clone(), exec: None };
     let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
-    if let Some(kept) = io.kept() {
-        undo.push("let go of its streams", async move { released(kept) });
+    if let Some(handle) = io.front_handle() {
+        undo.push("let go of its streams", async move { released(handle) });
     }
 
     let prepared = stages.run(Stage::Rootfs, async {
@@ -151,7 +156,7 @@ async fn try_create(
         {
             FIRST_IMAGE.clone_into(&mut image.disk.serial);
         }
-        let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
+        let scratch = provide_scratch(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
         // The rest depends on this guest's speed, so the permit is released: other pods must not wait for it.
         drop(place);
         Ok::<_, PodError>(Some((plan, scratch)))
@@ -179,7 +184,7 @@ async fn try_create(
         None => (shared_root(guest_spec.root.as_deref()), Vec::new(), Vec::new()),
     };
 
-    let intent = note(front, pod, &subject, &disks)?;
+    let intent = note(front, pod, &subject, &disks, None)?;
     let (guest, id, serials, noted) = (live.clone(), new.id.clone(), serials(&disks), intent.clone());
     undo.push("remove it from its guest", async move {
         // The next worker finds the intent and undoes what is left there.
@@ -266,7 +271,7 @@ pub async fn adopt(
     let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
     let adopting = async {
         // Its disks are not among them: they are the VM's from its start.
-        let intent = note(front, pod, &subject, &[])?;
+        let intent = note(front, pod, &subject, &[], Some(&saved.id))?;
         let adopted = async {
             volumes.go_on_with(live, &guest_spec.needed).await?;
             if let Some(resources) = resources {
@@ -276,9 +281,13 @@ pub async fn adopt(
                 container_id: new.id.to_string(),
                 of: saved.id.to_string(),
                 files: guest_spec.files,
+                signal: pod.restore_signal.unwrap_or_default(),
                 ..Default::default()
             };
-            Ok::<_, PodError>(live.agent.adopt_container(request).await?)
+            reach(format_args!("a saved container is about to be adopted"), &new.bundle).await;
+            let pid = live.agent.adopt_container(request).await?;
+            reach(format_args!("a saved container is adopted"), &new.bundle).await;
+            Ok::<_, PodError>(pid)
         };
         match adopted.await {
             Ok(pid) => Ok((pid, intent)),
@@ -327,8 +336,9 @@ fn note(
     pod: &PodSpec,
     subject: &Subject,
     disks: &[DiskRecord],
-) -> Result<Kept, PodError> {
-    let intent = Intent { pod: pod.id.clone(), disks: serials(disks) };
+    saved: Option<&ContainerId>,
+) -> Result<EntryHandle, PodError> {
+    let intent = Intent { pod: pod.id.clone(), disks: serials(disks), saved: saved.cloned() };
     front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
         pod: pod.id.clone(),
         what: subject.key(INTENT).into(),
@@ -351,7 +361,7 @@ async fn attach(
 
 /// Provides a disk for the container's writes, if its snapshot has none: the guest's spare disk, or a new one, whose
 /// file is returned. A read-only root file system needs none.
-async fn make_room(
+async fn provide_scratch(
     pod: &PodSpec,
     rootfs: &RootfsStore,
     volumes: &Volumes,
@@ -362,13 +372,13 @@ async fn make_room(
     if !matches!(plan.writable, Writable::Tmpfs { .. }) || guest_spec.is_read_only {
         return Ok(None);
     }
-    let asked = guest_spec.rootfs_bytes;
-    let spare = if asked.is_none() { volumes.spare.take() } else { None };
+    let requested_bytes = guest_spec.rootfs_bytes;
+    let spare = if requested_bytes.is_none() { volumes.spare.take() } else { None };
     if let Some(spare) = spare {
         plan.writable = Writable::Spare(spare);
         return Ok(None);
     }
-    let scratch = rootfs.scratch(&pod.id, &new.id, asked).await?;
+    let scratch = rootfs.scratch(&pod.id, &new.id, requested_bytes).await?;
     if let Some(scratch) = &scratch {
         let (serial, file) = (plan.next_serial.clone(), scratch.file());
         plan.writable =
@@ -377,8 +387,8 @@ async fn make_room(
     Ok(scratch)
 }
 
-fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
-    kept.release();
+fn released(handle: EntryHandle) -> Result<(), std::convert::Infallible> {
+    handle.release();
     Ok(())
 }
 
@@ -465,6 +475,12 @@ pub async fn follow(
         Err(error) if error.code() == sandboxer_base::Code::NotFound => {
             Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
         }
+        Err(error @ GuestError::Refused { .. }) => {
+            let reason = chain(&error);
+            tracing::error!(container = %subject.container, reason, "cannot wait for the end of a process; reporting it as killed");
+            Exit { code: KILLED, at_ns: now_ns(), reason }
+        }
+        // The session has ended for good: the end of the VM is the process's.
         Err(error) => {
             tracing::debug!(container = %subject.container, %error, "a process's end cannot be waited for");
             future::pending().await

@@ -35,7 +35,7 @@ impl Driver {
     pub(super) fn adopt(&mut self, vm: FoundVm) {
         match vm {
             FoundVm::None => {}
-            FoundVm::Reached(reached, place) => self.take_up(*reached, place),
+            FoundVm::Reached(reached, place) => self.adopt_running(*reached, place),
             FoundVm::Unreached(vmm, place) => self.wait_for_answer(UnreachedPod { vmm, place }),
         }
     }
@@ -47,11 +47,11 @@ impl Driver {
             self.state = State::Stopping(Stopping { what, in_progress: false, waiters: Vec::new() });
             return self.end_vm();
         }
-        let (node, told, cancel, vmm) =
+        let (node, status, cancel, vmm) =
             (self.node.clone(), self.status.clone(), self.cancel.clone(), pod.vmm.clone());
         self.state = State::Unknown(pod);
         self.work.spawn(async move {
-            let resolved = cancel.run_until_cancelled(vmm.resolve(&node, &told)).await;
+            let resolved = cancel.run_until_cancelled(vmm.resolve(&node, &status)).await;
             resolved.map_or(Done::Nothing, Done::Resolved)
         });
     }
@@ -65,7 +65,7 @@ impl Driver {
         match resolved {
             Resolved::Reached(reached) => {
                 tracing::info!(pod = %self.spec.id, "the pod answers again");
-                self.take_up(*reached, place);
+                self.adopt_running(*reached, place);
                 self.save();
             }
             Resolved::Ended(reason) => {
@@ -76,7 +76,7 @@ impl Driver {
     }
 
     /// Continues where an earlier daemon stopped.
-    fn take_up(&mut self, reached: Reached, place: Place) {
+    fn adopt_running(&mut self, reached: Reached, place: Place) {
         let Reached { live, known, volumes, made } = reached;
         let (store, shares) = (self.node.volumes.clone(), self.volumes.shares.clone());
         self.volumes = Arc::new(Volumes::found(store, shares, self.spec.room.empty_dir_bytes, volumes, made));

@@ -1,6 +1,6 @@
 //! The request to save the pod.
 
-use std::path::PathBuf;
+use std::{fs, path::PathBuf, time::Duration};
 
 use sandboxer_base::{Code, chain};
 use sandboxer_config::StartPath;
@@ -40,7 +40,7 @@ async fn look(
     restored: Option<&Restored>,
     Running { id, bundle, stdio, disks }: Running,
 ) -> Result<SavedContainer, PodError> {
-    let identity = spec::identity(&id, &bundle)?;
+    let identity = saving::identify(node, pod, &id, &bundle).await?;
     // A pod without CRI, whose root may be its caller's, is not saved.
     let (mounts, root, beside) = (Vec::new(), None, Vec::new());
     let new = NewContainer { id, bundle, mounts, root, stdio: StdioPaths::default(), beside };
@@ -52,13 +52,25 @@ async fn look(
     Ok(SavedContainer { id: new.id, identity, stdio, disks, volumes: saving::mounted(&guest_spec.json) })
 }
 
+/// Returns about how many bytes a checkpoint takes: the memory that the VM has touched, and images. What was written to disks
+/// is known only once it is copied.
+fn estimate(live: &RunningVm, memory_mib: u64, containers: &[Running]) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{}/statm", live.vm.record().pid)).unwrap_or_default();
+    let pages = statm.split_ascii_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    let touched = pages.map_or(u64::MAX, |pages| pages.saturating_mul(4096));
+    let images = containers.iter().flat_map(|container| &container.disks).filter(|disk| disk.read_only);
+    let images: u64 = images.filter_map(|disk| Some(fs::metadata(&disk.path).ok()?.len())).sum();
+    touched.min(memory_mib << 20).saturating_add(images)
+}
+
 impl Driver {
-    pub(super) fn on_checkpoint(&mut self, name: String, reply: Reply<Box<Manifest>>) {
+    pub(super) fn on_checkpoint(&mut self, name: String, stop: bool, reply: Reply<Box<Manifest>>) {
         let (live, containers) = match self.savable(&name) {
             Ok(savable) => savable,
             Err(error) => return answer(reply, Err(error)),
         };
-        let draft = match self.node.checkpoints.draft(&self.spec.namespace, &name) {
+        let about = estimate(&live, self.spec.memory_mib, &containers);
+        let draft = match self.node.checkpoints.draft(&self.spec.namespace, &name, about) {
             Ok(draft) => draft,
             Err(error) => return answer(reply, Err(error)),
         };
@@ -79,12 +91,12 @@ impl Driver {
             };
             let (result, goes_on) = match looked.await {
                 Ok(()) => {
-                    let plan = Plan { draft, kind, link_key, containers: saved, spare, volumes };
+                    let plan = Plan { draft, kind, link_key, containers: saved, spare, volumes, stop };
                     saving::save(&node, &pod, &live, plan).await
                 }
                 Err(error) => (Err(error), Ok(())),
             };
-            Done::Saved { result: Box::new(result), goes_on, reply }
+            Done::Saved { result: Box::new(result), goes_on, stop, reply }
         });
     }
 
@@ -147,8 +159,8 @@ impl Driver {
         let mut running = Vec::new();
         for (id, container) in &self.containers {
             let phase = container.init.phase.borrow().clone();
-            let state = if container.paused { "paused" } else { phase.as_str() };
-            if phase != Phase::Running || container.paused {
+            let state = if container.is_paused() { "paused" } else { phase.as_str() };
+            if phase != Phase::Running || container.is_paused() {
                 let what = format!(
                     "container {id} is {state}: all containers must run, and those that ended be removed"
                 );
@@ -179,17 +191,26 @@ impl Driver {
         &mut self,
         result: Result<Manifest, PodError>,
         goes_on: Result<(), PodError>,
+        stop: bool,
         reply: Reply<Box<Manifest>>,
     ) {
-        self.is_being_saved = false;
+        let ends = stop && result.is_ok();
+        // Until it has ended, nothing in it changes.
+        self.is_being_saved = ends;
+        let counts = &self.node.checkpoints.counts;
+        counts.saves.add(result.is_ok());
         match &result {
             Ok(manifest) => {
+                counts.paused(Duration::from_nanos(manifest.paused_ns));
                 let detail = format!("{}, paused for {} ms", manifest.name, manifest.paused_ns / 1_000_000);
                 self.node.events.pod(&self.spec.id, Kind::PodSaved, detail);
             }
             Err(error) => {
                 tracing::warn!(pod = %self.spec.id, error = chain(error), "the pod was not saved");
             }
+        }
+        if ends {
+            self.stop();
         }
         answer(reply, result.map(Box::new));
         if let Err(error) = goes_on {

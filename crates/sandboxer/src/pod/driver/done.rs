@@ -8,7 +8,7 @@ use sandboxer_vmm::{Shape, VmExit, VmmError};
 use crate::{
     checkpoint::Manifest,
     error::PodError,
-    front::Kept,
+    front::EntryHandle,
     pod::{
         container::{
             Exit, NewContainer, StdioPaths,
@@ -42,21 +42,21 @@ pub(super) enum Done {
     },
     /// The record with a created container was written, or could not be.
     ContainerRecorded {
-        of: ContainerId,
-        intent: Kept,
+        id: ContainerId,
+        intent: EntryHandle,
         result: Result<(), JournalError>,
         reply: Reply<()>,
     },
     /// A created container without an owner was removed from its guest, or could not be.
     ContainerUndone {
-        of: ContainerId,
-        intent: Kept,
+        id: ContainerId,
+        intent: EntryHandle,
         why: PodError,
         result: Result<(), PodError>,
         reply: Reply<()>,
     },
     ExecCreated {
-        of: ContainerId,
+        id: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
         result: Result<Io, PodError>,
@@ -72,13 +72,13 @@ pub(super) enum Done {
         exit: Exit,
     },
     Deleted {
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         result: Result<Exit, PodError>,
         reply: Reply<Exit>,
     },
     Paused {
-        of: ContainerId,
+        id: ContainerId,
         paused: bool,
         result: Result<(), PodError>,
         reply: Reply<()>,
@@ -87,6 +87,8 @@ pub(super) enum Done {
     Saved {
         result: Box<Result<Manifest, PodError>>,
         goes_on: Result<(), PodError>,
+        /// Whether the pod ends if it was saved.
+        stop: bool,
         reply: Reply<Box<Manifest>>,
     },
     Moved {
@@ -95,7 +97,7 @@ pub(super) enum Done {
     },
     /// The guest's OOM killer killed processes of these containers; `seen`: the number of its last event.
     OutOfMemory {
-        of: Vec<ContainerId>,
+        containers: Vec<ContainerId>,
         seen: u64,
     },
     /// Limits of a container, or of all together, have changed in the guest, or could not be changed.
@@ -119,7 +121,7 @@ pub(super) enum Done {
 /// A change of limits that the guest has applied or rejected.
 pub(super) struct Limited {
     /// The container, with the new CPUs and memory nodes of the host that it may use; `None`: the pod.
-    pub of: Option<(ContainerId, HostCpus)>,
+    pub container: Option<(ContainerId, HostCpus)>,
     /// The change of the VM's size.
     pub change: Option<Change>,
     pub result: Result<(), PodError>,

@@ -21,7 +21,7 @@ use crate::{
     front,
     pod::{
         cgroup::CgroupAttach,
-        checkpoint::SAVING,
+        checkpoint::{Restored, SAVING},
         container::{Exit, KILLED, sandbox_exit},
         forward::Forwarding,
         host_ports,
@@ -108,7 +108,12 @@ impl Driver {
         self.volumes.spare.put(started.spare);
         self.watch_vm(live);
         self.watch_oom_killer(0, 0);
-        let detail = format!("VMM is process {pid}");
+        let detail = match &self.restored {
+            Some(Restored { checkpoint: [namespace, name], .. }) => {
+                format!("VMM is process {pid}, from checkpoint {namespace}/{name}")
+            }
+            None => format!("VMM is process {pid}"),
+        };
         self.node.events.pod_task(&self.spec.id, Kind::PodReady, detail, self.sandbox_task());
         let recorded = self.next_record();
         let spec = self.spec.clone();
@@ -156,8 +161,8 @@ impl Driver {
         live.agent.follow();
         self.work.spawn(async move {
             // Boxed: the future that waits with it would have space for it twice.
-            let kept = Box::pin(session::keep(node, pod, key, live.clone()));
-            let broken = cancel.run_until_cancelled(kept).await;
+            let session_end = Box::pin(session::keep(node, pod, key, live.clone()));
+            let broken = cancel.run_until_cancelled(session_end).await;
             // The waiters get this error.
             live.agent.give_up();
             broken.map_or(Done::Nothing, Done::GuestLost)
@@ -225,7 +230,7 @@ impl Driver {
     }
 
     /// Stops the pod, unless that is in progress. On return the pod is stopping, or has stopped.
-    fn stop(&mut self) {
+    pub(super) fn stop(&mut self) {
         let (what, in_progress) = match self.state.take() {
             State::Created => return self.stopped(String::new(), 0),
             // A start undoes its own work.
@@ -262,7 +267,8 @@ impl Driver {
             }
             Ending::Unreached(pod) => {
                 let vmm = pod.vmm.clone();
-                self.work.spawn(async move { Done::PodStopped(stop::stop_held(&node, &spec, &vmm).await) });
+                self.work
+                    .spawn(async move { Done::PodStopped(stop::stop_unreached(&node, &spec, &vmm).await) });
             }
         }
     }
@@ -350,8 +356,8 @@ impl Driver {
         let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
         let shares = self.volumes.shares.clone();
         let containers: Vec<_> = self.containers.keys().cloned().collect();
-        for of in containers {
-            self.take_container(&of, &never_started());
+        for id in containers {
+            self.take_container(&id, &never_started());
         }
         self.work.spawn(async move {
             shares.end().await;

@@ -32,8 +32,8 @@ const BY_CRI: &str = "the CPU sets that CRI gave its containers";
 
 impl Driver {
     /// Sets the CPUs and memory nodes of a container, after the guest has accepted the rest of the update.
-    pub(super) fn update_cpus(&mut self, of: &ContainerId, HostCpus { cpus, mems }: HostCpus) {
-        if let Some(container) = self.containers.get_mut(of).filter(|_| cpus.is_some() || mems.is_some()) {
+    pub(super) fn update_cpus(&mut self, id: &ContainerId, HostCpus { cpus, mems }: HostCpus) {
+        if let Some(container) = self.containers.get_mut(id).filter(|_| cpus.is_some() || mems.is_some()) {
             container.cpus = cpus.or_else(|| container.cpus.take());
             container.mems = mems.or_else(|| container.mems.take());
             self.place();
@@ -61,7 +61,7 @@ impl Driver {
             Bounds { cpus: None, nodes } => Bounds { nodes: nodes.clone(), ..self.node.placer.bounds(None) },
             _ => by_cri.clone(),
         };
-        let Some(cgroup) = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id) else { return };
+        let Some(cgroup) = self.node.cgroups.for_pod(&self.spec.cgroup_parent, &self.spec.id) else { return };
         let shape = self.shape();
         let Some(pod) = self.state.running_mut().filter(|pod| pod.place.bounds != bounds) else { return };
         let (vm, vmm) = (pod.live.vm.clone(), pod.live.vm.record().pid);
@@ -84,14 +84,11 @@ impl Driver {
 
     /// Moves the VMM and its memory to a node.
     pub(super) fn on_move(&mut self, node: u32, reply: Reply<Moved>) {
-        let (seat, cgroup) = match self.may_move(node) {
-            Ok(may) => may,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let (seat, cgroup) = value_or_answer!(reply, self.may_move(node));
         let Some(running) = self.state.running_mut() else { return };
         let (vm, pod, from) = (running.live.vm.clone(), self.spec.id.clone(), running.place.placement.node());
         let (bounds, others) = (self.node.placer.bounds(Some(&seat)), others(&self.node.placer, node));
-        let (told, moved) = oneshot::channel();
+        let (sender, moved) = oneshot::channel();
         let before = running.place.bounds.clone();
         let turn = running.in_turn(move || {
             let moved = move_memory(&cgroup, &*vm, &bounds, others, node).map_err(|reason| {
@@ -101,12 +98,12 @@ impl Driver {
                 PodError::Failed { subject: format!("cannot move pod {pod} to node {node}"), reason }
             });
             // The driver waits for it.
-            let _ = told.send(moved.map(|moved| (seat, Moved { from, ..moved })));
+            let _ = sender.send(moved.map(|moved| (seat, Moved { from, ..moved })));
         });
         self.work.spawn(turn.map(|()| Done::Nothing));
-        let gone = self.spec.id.clone();
+        let id = self.spec.id.clone();
         self.work.spawn(async move {
-            let result = moved.await.unwrap_or_else(|_| Err(PodError::Gone(gone)));
+            let result = moved.await.unwrap_or_else(|_| Err(PodError::Gone(id)));
             Done::Moved { result, reply }
         });
     }
@@ -125,17 +122,14 @@ impl Driver {
         if self.spec.huge_pages {
             return Err(refused("its memory is in huge pages".to_owned()));
         }
-        let cgroup = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id);
+        let cgroup = self.node.cgroups.for_pod(&self.spec.cgroup_parent, &self.spec.id);
         let cgroup = cgroup.ok_or_else(|| refused(place::NO_PARENT.to_owned()))?;
         let seat = self.node.placer.seat_on(node, shape).map_err(|error| refused(error.to_string()))?;
         Ok((seat, cgroup))
     }
 
     pub(super) fn moved(&mut self, result: Result<(Seat, Moved), PodError>, reply: Reply<Moved>) {
-        let (seat, moved) = match result {
-            Ok(moved) => moved,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let (seat, moved) = value_or_answer!(reply, result);
         let (pod, node) = (&self.spec.id, seat.node());
         tracing::info!(%pod, from = moved.from, node, bytes = moved.bytes, took = ?moved.took, "moved the pod");
         if let Some(running) = self.state.running_mut() {
@@ -195,7 +189,7 @@ fn move_memory(
     let vmm = vm.record().pid;
     let read = || {
         let path = format!("/proc/{vmm}/numa_maps");
-        Residence::of(vmm).map_err(|error| format!("cannot read {path}: {error}"))
+        Residence::read(vmm).map_err(|error| format!("cannot read {path}: {error}"))
     };
     let before = read()?;
     let began = Instant::now();

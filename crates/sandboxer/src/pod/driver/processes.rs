@@ -9,7 +9,7 @@ use super::{Driver, OOM_KILLS, answer, done::Done, journal_failed};
 use crate::{
     error::PodError,
     events::{Kind, TaskDetail},
-    front::Kept,
+    front::EntryHandle,
     pod::{
         container::{
             Container, EXEC, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
@@ -71,33 +71,33 @@ impl Driver {
         }
         self.follow_init(&new.id);
         let written = self.next_record();
-        let of = new.id;
-        self.work.spawn(async move { Done::ContainerRecorded { of, intent, result: written.await, reply } });
+        let id = new.id;
+        self.work.spawn(async move { Done::ContainerRecorded { id, intent, result: written.await, reply } });
     }
 
     /// Handles the writing of a created container's record. Undoes the creation if the write failed, because the next
     /// worker would not know the container, or if the caller is gone, because nobody would.
     pub(super) fn container_recorded(
         &mut self,
-        of: ContainerId,
-        intent: Kept,
+        id: ContainerId,
+        intent: EntryHandle,
         result: Result<(), JournalError>,
         reply: Reply<()>,
     ) {
         if let Err(error) = result {
             let why = journal_failed(&self.spec, &error);
-            return self.undo_container(of, intent, why, reply);
+            return self.undo_container(id, intent, why, reply);
         }
-        let is_deleted = self.being_made.get(&of).is_some_and(|making| !making.deletions.is_empty());
+        let is_deleted = self.being_made.get(&id).is_some_and(|making| !making.deletions.is_empty());
         if is_deleted || reply.is_closed() {
-            return self.undo_container(of, intent, self.unwanted(), reply);
+            return self.undo_container(id, intent, self.unwanted(), reply);
         }
         // The record is on disk.
         intent.release();
-        self.being_made.remove(&of);
-        if let Some(container) = self.containers.get(&of) {
+        self.being_made.remove(&id);
+        if let Some(container) = self.containers.get(&id) {
             let task = self.task(None, container.bundle.clone(), None);
-            self.node.events.container(&self.spec.id, &of, Kind::ContainerCreated, "", task);
+            self.node.events.container(&self.spec.id, &id, Kind::ContainerCreated, "", task);
         }
         answer(reply, Ok(()));
         self.remove_if_due();
@@ -108,9 +108,9 @@ impl Driver {
     }
 
     /// Removes a created container without an owner, because of `why`.
-    fn undo_container(&mut self, of: ContainerId, intent: Kept, why: PodError, reply: Reply<()>) {
-        tracing::warn!(pod = %self.spec.id, container = %of, error = chain(&why), "undoing the creation of a container");
-        let disks = match self.take_container(&of, &never_started()) {
+    fn undo_container(&mut self, id: ContainerId, intent: EntryHandle, why: PodError, reply: Reply<()>) {
+        tracing::warn!(pod = %self.spec.id, container = %id, error = chain(&why), "undoing the creation of a container");
+        let disks = match self.take_container(&id, &never_started()) {
             Some(container) => work::serials(&container.disks),
             // The pod is being removed.
             None => Vec::new(),
@@ -118,18 +118,18 @@ impl Driver {
         let live = self.running_vm();
         self.work.spawn(async move {
             let result = match live {
-                Some(live) => work::delete(&live, &of, &disks).await,
+                Some(live) => work::delete(&live, &id, &disks).await,
                 // The guest is gone, with everything in it.
                 None => Ok(()),
             };
-            Done::ContainerUndone { of, intent, why, result, reply }
+            Done::ContainerUndone { id, intent, why, result, reply }
         });
     }
 
     pub(super) fn container_undone(
         &mut self,
-        of: &ContainerId,
-        intent: Kept,
+        id: &ContainerId,
+        intent: EntryHandle,
         why: PodError,
         result: Result<(), PodError>,
         reply: Reply<()>,
@@ -138,20 +138,20 @@ impl Driver {
             Ok(()) => intent.release(),
             // The next worker finds the intent.
             Err(error) => {
-                tracing::error!(pod = %self.spec.id, container = %of, error = chain(error), "cannot undo the creation of a container");
+                tracing::error!(pod = %self.spec.id, container = %id, error = chain(error), "cannot undo the creation of a container");
             }
         }
         // The container may be on the record.
         self.save();
-        self.not_made(of, why, result, reply);
+        self.not_made(id, why, result, reply);
     }
 
     /// Replies to callers that wait for a container that does not exist; `undone`: whether nothing of it is left.
-    fn not_made(&mut self, of: &ContainerId, why: PodError, undone: Result<(), PodError>, reply: Reply<()>) {
+    fn not_made(&mut self, id: &ContainerId, why: PodError, undone: Result<(), PodError>, reply: Reply<()>) {
         // Here and not only in the request: the caller may have gone, and the id would stay taken forever.
-        self.node.registry.remove_container(of);
+        self.node.registry.remove_container(id);
         answer(reply, Err(why));
-        let deletions = self.being_made.remove(of).map(|making| making.deletions).unwrap_or_default();
+        let deletions = self.being_made.remove(id).map(|making| making.deletions).unwrap_or_default();
         let undone = undone.map(|()| never_started()).map_err(Arc::new);
         for deletion in deletions {
             answer(deletion, undone.clone().map_err(PodError::Shared));
@@ -167,15 +167,15 @@ impl Driver {
 
     /// Removes a container and everything that this task and the front keep for it. Processes that have not exited get
     /// `exit`.
-    pub(super) fn take_container(&mut self, of: &ContainerId, exit: &Exit) -> Option<Box<Container>> {
-        let mut container = self.containers.remove(of)?;
+    pub(super) fn take_container(&mut self, id: &ContainerId, exit: &Exit) -> Option<Box<Container>> {
+        let mut container = self.containers.remove(id)?;
         for process in container.processes_mut() {
             process.close(exit.clone());
         }
         let execs: Vec<_> = container.execs.keys().cloned().collect();
-        self.forget_process(of, None, &execs);
-        self.resizer.remove(of);
-        self.readings.forget(Some(of));
+        self.forget_process(id, None, &execs);
+        self.resizer.remove(id);
+        self.readings.forget(Some(id));
         self.place();
         Some(container)
     }
@@ -188,32 +188,32 @@ impl Driver {
 
     pub(super) fn exec_created(
         &mut self,
-        of: ContainerId,
+        id: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
         result: Result<Io, PodError>,
         reply: Reply<()>,
     ) {
-        self.execs_being_made.remove(&(of.clone(), exec.clone()));
+        self.execs_being_made.remove(&(id.clone(), exec.clone()));
         match result {
             Err(error) => answer(reply, Err(error)),
             Ok(io) => {
                 // Before the reply: the next worker needs it to find the streams.
-                let known = self.process(&of, None).map(drop);
-                let noted = known.and_then(|()| self.note(EXEC, &of, Some(&exec), &stdio));
+                let known = self.process(&id, None).map(drop);
+                let noted = known.and_then(|()| self.note(EXEC, &id, Some(&exec), &stdio));
                 let noted =
                     noted.and_then(|()| if reply.is_closed() { Err(self.unwanted()) } else { Ok(()) });
-                match (noted, self.containers.get_mut(&of)) {
+                match (noted, self.containers.get_mut(&id)) {
                     (Ok(()), Some(container)) => {
                         container.execs.insert(exec.clone(), Process::created(0, stdio, io));
                         let task = self.task(Some(exec), PathBuf::new(), None);
-                        self.node.events.container(&self.spec.id, &of, Kind::ExecCreated, "", task);
+                        self.node.events.container(&self.spec.id, &id, Kind::ExecCreated, "", task);
                         answer(reply, Ok(()));
                     }
                     (noted, _) => {
                         io.let_go();
-                        let why = noted.err().unwrap_or_else(|| PodError::NoContainer(of.clone()));
-                        self.undo_exec(of, exec, why, reply);
+                        let why = noted.err().unwrap_or_else(|| PodError::NoContainer(id.clone()));
+                        self.undo_exec(id, exec, why, reply);
                     }
                 }
             }
@@ -222,14 +222,14 @@ impl Driver {
     }
 
     /// Removes an exec without an owner from its guest, because of `why`.
-    fn undo_exec(&mut self, of: ContainerId, exec: ExecId, why: PodError, reply: Reply<()>) {
-        self.forget_process(&of, Some(&exec), &[]);
+    fn undo_exec(&mut self, id: ContainerId, exec: ExecId, why: PodError, reply: Reply<()>) {
+        self.forget_process(&id, Some(&exec), &[]);
         let (live, pod) = (self.running_vm(), self.spec.id.clone());
         self.work.spawn(async move {
             if let Some(live) = live
-                && let Err(error) = live.agent.delete_exec(&of, &exec).await
+                && let Err(error) = live.agent.delete_exec(&id, &exec).await
             {
-                tracing::warn!(%pod, container = %of, %exec, %error, "cannot undo the creation of an exec");
+                tracing::warn!(%pod, container = %id, %exec, %error, "cannot undo the creation of an exec");
             }
             answer(reply, Err(why));
             Done::Nothing
@@ -288,8 +288,8 @@ impl Driver {
     }
 
     /// Waits for the exit of a container's init from its creation on, so that its exit is reported whatever ends it.
-    pub(super) fn follow_init(&mut self, of: &ContainerId) {
-        self.follow(Subject { container: of.clone(), exec: None }, now_ns());
+    pub(super) fn follow_init(&mut self, id: &ContainerId) {
+        self.follow(Subject { container: id.clone(), exec: None }, now_ns());
     }
 
     /// Waits for the exit of a process that existed at `since` or later.
@@ -299,7 +299,7 @@ impl Driver {
         process.is_followed = true;
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
-        let helpers = self.node.volumes.helpers.of(&self.spec.uid);
+        let helpers = self.node.volumes.helpers.on_behalf_of(&self.spec.uid);
         self.work.spawn(async move {
             let exit = work::follow(&live, &subject, since, message, &helpers).await;
             Done::ProcessEnded { subject, exit }
@@ -308,10 +308,16 @@ impl Driver {
 
     /// Handles the exit of a followed process. Its start is reported first.
     pub(super) fn exit_seen(&mut self, subject: &Subject, exit: Exit) {
+        let agent = self.running_vm().map(|live| live.agent);
         let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) else { return };
         if *process.phase.borrow() == Phase::Starting {
             process.early_exit = Some(exit);
             return;
+        }
+        // A start that an earlier worker had sent when it died may arrive after this one has looked: the process then runs and exits, and
+        // nobody has read its output.
+        if let (Some(io), Some(agent)) = (process.io.take(), agent) {
+            process.running = Some(io.run(&agent, subject, true).0);
         }
         self.process_ended(subject, exit);
     }
@@ -352,7 +358,7 @@ impl Driver {
                 live.agent.next_oom_kills(seen).await
             };
             match cancel.run_until_cancelled(next).await {
-                Some(Ok((of, last))) if last > seen => Done::OutOfMemory { of, seen: last },
+                Some(Ok((containers, last))) if last > seen => Done::OutOfMemory { containers, seen: last },
                 // A response without an event is not a report.
                 Some(Ok(_)) | None => Done::Nothing,
                 Some(Err(error)) => {
@@ -364,8 +370,8 @@ impl Driver {
     }
 
     /// Reports that the OOM killer killed processes of these containers.
-    pub(super) fn out_of_memory(&mut self, of: &[ContainerId], seen: u64) {
-        for id in of {
+    pub(super) fn out_of_memory(&mut self, ids: &[ContainerId], seen: u64) {
+        for id in ids {
             let Some(container) = self.containers.get(id) else { continue };
             let task = self.task(None, container.bundle.clone(), None);
             self.node.events.container(&self.spec.id, id, Kind::ContainerOutOfMemory, "", task);
@@ -373,43 +379,44 @@ impl Driver {
         if let Err(error) = self.note(OOM_KILLS, &self.spec.id, None, &seen) {
             tracing::warn!(error = chain(&error), "a report of the OOM killer may be repeated");
         }
-        self.watch_oom_killer(seen, u32::try_from(of.len()).unwrap_or(u32::MAX).max(1));
+        self.watch_oom_killer(seen, u32::try_from(ids.len()).unwrap_or(u32::MAX).max(1));
     }
 
     /// Reports the exits of the processes that a deletion has just killed: the init, if it waited for its start, and
     /// execs beside it.
-    fn end_with(&mut self, of: &ContainerId) {
-        let Some(container) = self.containers.get(of) else { return };
+    fn report_killed(&mut self, id: &ContainerId) {
+        let Some(container) = self.containers.get(id) else { return };
         let execs = container.execs.iter().filter(|(_, exec)| *exec.phase.borrow() == Phase::Running);
         let execs = execs.map(|(exec, _)| Some(exec.clone()));
         for exec in execs.chain([None]).collect::<Vec<_>>() {
-            self.process_ended(&Subject { container: of.clone(), exec }, killed());
+            self.process_ended(&Subject { container: id.clone(), exec }, killed());
         }
     }
 
     pub(super) fn deleted(
         &mut self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         result: Result<Exit, PodError>,
         reply: Reply<Exit>,
     ) {
-        let removed = result.and_then(|exit| self.process(&of, exec.as_ref()).map(|_| exit));
+        let removed = result.and_then(|exit| self.process(&id, exec.as_ref()).map(|_| exit));
         if let Ok(exit) = &removed {
             let task = self.task(exec.clone(), PathBuf::new(), Some(exit));
             match &exec {
                 Some(exec) => {
-                    let removed = self.containers.get_mut(&of).and_then(|of| of.execs.remove(exec));
+                    let removed =
+                        self.containers.get_mut(&id).and_then(|container| container.execs.remove(exec));
                     if let Some(mut process) = removed {
                         process.close(never_started());
                     }
-                    self.forget_process(&of, Some(exec), &[]);
+                    self.forget_process(&id, Some(exec), &[]);
                 }
                 None => {
-                    self.end_with(&of);
-                    self.take_container(&of, &never_started());
-                    self.node.registry.remove_container(&of);
-                    self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "", task);
+                    self.report_killed(&id);
+                    self.take_container(&id, &never_started());
+                    self.node.registry.remove_container(&id);
+                    self.node.events.container(&self.spec.id, &id, Kind::ContainerDeleted, "", task);
                 }
             }
         }

@@ -32,11 +32,11 @@ impl Driver {
     pub(super) fn note(
         &self,
         kind: &str,
-        of: &ContainerId,
+        id: &ContainerId,
         exec: Option<&ExecId>,
         note: &impl Serialize,
     ) -> Result<(), PodError> {
-        let key = front::key(kind, of, exec);
+        let key = front::key(kind, id, exec);
         self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Front {
             pod: self.spec.id.clone(),
             what: format!("note {key}").into(),
@@ -53,10 +53,10 @@ impl Driver {
     }
 
     /// Removes the notes about a process from the front and, for a container's init, the notes about its execs.
-    pub(super) fn forget_process(&self, of: &ContainerId, exec: Option<&ExecId>, execs: &[ExecId]) {
+    pub(super) fn forget_process(&self, id: &ContainerId, exec: Option<&ExecId>, execs: &[ExecId]) {
         for exec in std::iter::once(exec).chain(execs.iter().map(Some)) {
             for kind in [EXEC, CLOSED] {
-                self.node.front.forget(&front::key(kind, of, exec));
+                self.node.front.forget(&front::key(kind, id, exec));
             }
         }
     }

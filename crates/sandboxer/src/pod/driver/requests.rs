@@ -22,6 +22,7 @@ use crate::{
     front,
     pod::{
         admission::Work,
+        checkpoint,
         container::{
             self, Container, Exit, NewContainer, Phase, StdioPaths,
             io::Subject,
@@ -48,29 +49,29 @@ impl Driver {
             Request::Stop { reply } => self.on_stop(reply),
             Request::Remove { reply } => self.on_remove(reply),
             Request::CreateContainer { new, request, reply } => self.on_create_container(new, request, reply),
-            Request::CreateExec { of, exec, process, stdio, reply } => {
-                self.on_create_exec(of, exec, process, stdio, reply);
+            Request::CreateExec { id, exec, process, stdio, reply } => {
+                self.on_create_exec(id, exec, process, stdio, reply);
             }
-            Request::StartProcess { of, exec, again, request, reply } => {
-                self.on_start_process(of, exec, again, request, reply);
+            Request::StartProcess { id, exec, again, request, reply } => {
+                self.on_start_process(id, exec, again, request, reply);
             }
-            Request::Process { of, exec, reply } => answer(reply, self.view_process(&of, exec.as_ref())),
-            Request::Signal { of, exec, signal, reply } => self.on_signal(of, exec, signal, reply),
-            Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
-            Request::CloseStdin { of, exec, reply } => {
-                let closed = self.process_mut(&of, exec.as_ref()).map(|process| {
+            Request::Process { id, exec, reply } => answer(reply, self.view_process(&id, exec.as_ref())),
+            Request::Signal { id, exec, signal, reply } => self.on_signal(id, exec, signal, reply),
+            Request::Delete { id, exec, reply } => self.on_delete(id, exec, reply),
+            Request::CloseStdin { id, exec, reply } => {
+                let closed = self.process_mut(&id, exec.as_ref()).map(|process| {
                     process.is_stdin_closed = true;
                     if let Some(stdin) = &process.stdin {
                         stdin.close();
                     }
                 });
-                let closed = closed.and_then(|()| self.note(CLOSED, &of, exec.as_ref(), &()));
+                let closed = closed.and_then(|()| self.note(CLOSED, &id, exec.as_ref(), &()));
                 answer(reply, closed);
             }
-            Request::Resize { of, exec, columns, rows, reply } => {
-                let checked = self.running(&of, exec.as_ref());
+            Request::Resize { id, exec, columns, rows, reply } => {
+                let checked = self.running(&id, exec.as_ref());
                 // As with runc's shim, a size for what has no terminal, or none yet, is no error, also of an ended container.
-                let is_idle = self.process(&of, exec.as_ref()).is_ok_and(|process| {
+                let is_idle = self.process(&id, exec.as_ref()).is_ok_and(|process| {
                     !process.stdio.terminal
                         || (exec.is_some() && matches!(*process.phase.borrow(), Phase::Created))
                 });
@@ -78,39 +79,39 @@ impl Driver {
                     return answer(reply, Ok(()));
                 }
                 self.forward(checked, reply, move |live| async move {
-                    Ok(live.agent.resize_terminal(&of, exec.as_ref(), columns, rows).await?)
+                    Ok(live.agent.resize_terminal(&id, exec.as_ref(), columns, rows).await?)
                 });
             }
-            Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
-            Request::Update { of, resources, reply } => self.on_update(of, resources, reply),
+            Request::SetPaused { id, paused, reply } => self.on_set_paused(id, paused, reply),
+            Request::Update { id, resources, reply } => self.on_update(id, resources, reply),
             Request::UpdatePod { limits, reply } => self.on_update_pod(limits, reply),
-            Request::Pids { of, reply } => {
+            Request::Pids { id, reply } => {
                 // A containerd that starts takes a task without any for one that was never made, and forgets its exit: so an exited
                 // container has its first process until it is deleted.
-                if let Ok(init) = self.process(&of, None)
+                if let Ok(init) = self.process(&id, None)
                     && init.has_exited()
                 {
                     return answer(reply, Ok(vec![init.pid]));
                 }
-                let checked = self.running(&of, None);
-                self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });
+                let checked = self.running(&id, None);
+                self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&id).await?) });
             }
-            Request::Stats { of, reply } => {
-                let checked = of.as_ref().map_or(Ok(()), |of| self.process(of, None).map(drop));
+            Request::Stats { container, reply } => {
+                let checked = container.as_ref().map_or(Ok(()), |id| self.process(id, None).map(drop));
                 let readings = self.readings.clone();
                 self.forward(checked, reply, move |live| async move {
-                    let asked = of.clone();
+                    let subject = container.clone();
                     let agent = live.agent;
-                    let read = async move { Ok(agent.stats(asked.as_ref()).await?) };
+                    let read = async move { Ok(agent.stats(subject.as_ref()).await?) };
                     let vm = live.vm;
-                    readings.read(of, move || vm.cpu_time(), read).await
+                    readings.read(container, move || vm.cpu_time(), read).await
                 });
             }
             Request::SyncClock { reply } => {
                 self.forward(Ok(()), reply, move |live| async move { Ok(live.agent.sync_clock().await?) });
             }
             Request::Move { node, reply } => self.on_move(node, reply),
-            Request::Checkpoint { name, reply } => self.on_checkpoint(name, reply),
+            Request::Checkpoint { name, stop, reply } => self.on_checkpoint(name, stop, reply),
             Request::Inspect { reply } => answer(reply, Ok(self.view())),
         }
     }
@@ -120,9 +121,7 @@ impl Driver {
             return answer(reply, Err(self.wrong_state("create a container")));
         };
         let (live, in_cgroup) = (pod.live.clone(), pod.until_in_cgroup());
-        if let Err(error) = self.not_being_saved("create a container") {
-            return answer(reply, Err(error));
-        }
+        value_or_answer!(reply, self.not_being_saved("create a container"));
         if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
             return answer(reply, Err(PodError::ContainerExists(new.id)));
         }
@@ -143,14 +142,15 @@ impl Driver {
             };
             let cancelled = || PodError::Cancelled(spec.id.clone());
             let made = async {
-                let identity =
-                    restored.as_ref().map(|_| container::spec::identity(&new.id, &new.bundle)).transpose()?;
-                let saved = match (&restored, &identity) {
-                    (Some(restored), Some(identity)) => {
-                        restored.find(identity)?.map(|saved| (restored, saved))
+                let mut saved = None;
+                if let Some(restored) = &restored {
+                    let identify = checkpoint::identify(&node, &spec, &new.id, &new.bundle);
+                    let identity = cancel.run_until_cancelled(identify).await.ok_or_else(cancelled)??;
+                    if let Some(found) = restored.find(&identity)? {
+                        restored.check_layers(&node, &spec, &new, (found, &identity)).await?;
+                        saved = Some((restored, found));
                     }
-                    _ => None,
-                };
+                }
                 // Before admission: a slow volume must not hold a permit.
                 let on_disk = spec.image_volumes_on_disk && live.agent.knows(&newer::IMAGE_VOLUMES);
                 let look = container::spec::read(&spec, &new, &node.volumes.helpers, on_disk);
@@ -176,70 +176,57 @@ impl Driver {
 
     fn on_create_exec(
         &mut self,
-        of: ContainerId,
+        id: ContainerId,
         exec: ExecId,
         process: Vec<u8>,
         stdio: StdioPaths,
         reply: Reply<()>,
     ) {
-        let subject = (of.clone(), exec.clone());
-        if self.process(&of, Some(&exec)).is_ok() || self.execs_being_made.contains(&subject) {
-            return answer(reply, Err(PodError::ExecExists { container: of, exec }));
+        let subject = (id.clone(), exec.clone());
+        if self.process(&id, Some(&exec)).is_ok() || self.execs_being_made.contains(&subject) {
+            return answer(reply, Err(PodError::ExecExists { container: id, exec }));
         }
-        let allowed = self.running(&of, None).and_then(|()| self.not_being_saved("create an exec"));
-        if let Err(error) = allowed {
-            return answer(reply, Err(error));
-        }
-        if self.containers.get(&of).is_some_and(|container| container.paused) {
-            let (subject, state) = (format!("container {of}"), "paused".to_owned());
+        value_or_answer!(reply, self.running(&id, None));
+        value_or_answer!(reply, self.not_being_saved("create an exec"));
+        if self.containers.get(&id).is_some_and(|container| container.is_paused()) {
+            let (subject, state) = (format!("container {id}"), "paused".to_owned());
             return answer(reply, Err(PodError::State { action: "create an exec", subject, state }));
         }
-        let live = match self.live("create an exec") {
-            Ok(live) => live,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let live = value_or_answer!(reply, self.live("create an exec"));
         self.execs_being_made.insert(subject);
         let (pod, front) = (self.spec.id.clone(), self.node.front.clone());
         self.work.spawn(async move {
-            let result = work::create_exec(&pod, &live, &front, &of, &exec, &process, &stdio).await;
-            Done::ExecCreated { of, exec, stdio, result, reply }
+            let result = work::create_exec(&pod, &live, &front, &id, &exec, &process, &stdio).await;
+            Done::ExecCreated { id, exec, stdio, result, reply }
         });
     }
 
     fn on_start_process(
         &mut self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         again: bool,
         request: SpanContext,
         reply: Reply<()>,
     ) {
-        let live = match self
-            .live("start a process")
-            .and_then(|live| self.not_being_saved("start a process").map(|()| live))
-        {
-            Ok(live) => live,
-            Err(error) => return answer(reply, Err(error)),
-        };
-        let stages = self.containers.get(&of).map(|container| container.stages.clone().within(request));
-        let process = match self.process_mut(&of, exec.as_ref()) {
-            Ok(process) => process,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let live = value_or_answer!(reply, self.live("start a process"));
+        value_or_answer!(reply, self.not_being_saved("start a process"));
+        let stages = self.containers.get(&id).map(|container| container.stages.clone().within(request));
+        let process = value_or_answer!(reply, self.process_mut(&id, exec.as_ref()));
         let phase = process.phase.borrow().clone();
         if again && matches!(phase, Phase::Running | Phase::Exited(_)) {
             // The agent starts a process once, and remembers the result.
             return self.forward(Ok(()), reply, move |live| async move {
-                Ok(live.agent.start_process(&of, exec.as_ref()).await.map(drop)?)
+                Ok(live.agent.start_process(&id, exec.as_ref()).await.map(drop)?)
             });
         }
         let (Phase::Created, Some(io), Some(stages)) = (&phase, process.io.take(), stages) else {
-            let subject = format!("process of container {of}");
+            let subject = format!("process of container {id}");
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "start it", subject, state }));
         };
         process.phase.send_replace(Phase::Starting);
-        let subject = Subject { container: of, exec };
+        let subject = Subject { container: id, exec };
         let (running, stdin) = io.run(&live.agent, &subject, false);
         if let Some(stdin) = stdin.as_ref().filter(|_| process.is_stdin_closed) {
             stdin.close();
@@ -258,48 +245,45 @@ impl Driver {
         });
     }
 
-    fn on_signal(&mut self, of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
+    fn on_signal(&mut self, id: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
         // As with runc, none of its processes is left to be missed.
-        if signal.all && exec.is_none() && self.process(&of, None).is_ok_and(|init| init.has_exited()) {
+        if signal.all && exec.is_none() && self.process(&id, None).is_ok_and(|init| init.has_exited()) {
             return answer(reply, Ok(()));
         }
         // The agent knows whether the signal ended the process.
         let checked = match signal.again {
-            true => self.process(&of, exec.as_ref()).map(drop),
-            false => self.running(&of, exec.as_ref()),
+            true => self.process(&id, exec.as_ref()).map(drop),
+            false => self.running(&id, exec.as_ref()),
         };
-        let process = self.process(&of, exec.as_ref());
+        let process = self.process(&id, exec.as_ref());
         let watched = process.map(|process| (process.phase.subscribe(), process.is_followed));
-        let (mut phase, is_followed) = match checked.and(watched) {
-            Ok(watched) => watched,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let (mut phase, is_followed) = value_or_answer!(reply, checked.and(watched));
         let Some(live) = self.running_vm() else {
-            return self.on_signal_unreached(of, exec, &signal, reply);
+            return self.on_signal_unreached(id, exec, &signal, reply);
         };
         // The exit is reported after the termination message was written, which may have to wait for a volume.
-        let has_message = self.containers.get(&of).is_some_and(|container| container.message.is_some());
+        let has_message = self.containers.get(&id).is_some_and(|container| container.message.is_some());
         let writing = if has_message { self.node.config.volumes.timeout } else { Duration::ZERO };
         let limit = live.agent.patience() + writing;
         self.work.spawn(async move {
-            let asked = live.agent.signal_process(&of, exec.as_ref(), &signal).await;
+            let result = live.agent.signal_process(&id, exec.as_ref(), &signal).await;
             // A kill always kills, whatever the guest does.
             if exec.is_some() || signal.number != Signal::KILL {
-                answer(reply, asked.map_err(PodError::from));
+                answer(reply, result.map_err(PodError::from));
                 return Done::Nothing;
             }
-            if let Err(error @ GuestError::Failed { .. }) = asked {
+            if let Err(error @ GuestError::Failed { .. }) = result {
                 answer(reply, Ok(()));
                 return Done::GuestLost(error.into());
             }
-            answer(reply, asked.map_err(PodError::from));
+            answer(reply, result.map_err(PodError::from));
             // Only an exit that this daemon waits for can show that the guest does not end a process.
             if !is_followed {
                 return Done::Nothing;
             }
             match tokio::time::timeout(limit, phase.wait_for(|phase| phase.exit().is_some())).await {
                 Ok(_) => Done::Nothing,
-                Err(_) => Done::GuestLost(live.agent.kept_alive(of, limit).into()),
+                Err(_) => Done::GuestLost(live.agent.not_exited(id, limit).into()),
             }
         });
     }
@@ -308,7 +292,7 @@ impl Driver {
     /// containerd kills containers before it stops a pod.
     fn on_signal_unreached(
         &mut self,
-        of: ContainerId,
+        id: ContainerId,
         exec: Option<ExecId>,
         signal: &Signal,
         reply: Reply<()>,
@@ -325,38 +309,38 @@ impl Driver {
                 answer(reply, Err(refused));
                 return Done::Nothing;
             }
-            tracing::warn!(container = %of, "killing the VMM of a pod that cannot be reached: its container is to be killed");
+            tracing::warn!(container = %id, "killing the VMM of a pod that cannot be reached: its container is to be killed");
             answer(reply, Ok(()));
             Done::GuestLost(refused)
         });
     }
 
-    fn on_delete(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit>) {
-        if let (Some(making), None) = (self.being_made.get_mut(&of), &exec) {
+    fn on_delete(&mut self, id: ContainerId, exec: Option<ExecId>, reply: Reply<Exit>) {
+        if let (Some(making), None) = (self.being_made.get_mut(&id), &exec) {
             // The creation ends, undoes its work and replies.
             making.cancel.cancel();
             return making.deletions.push(reply);
         }
-        let process = match self.process(&of, exec.as_ref()) {
-            Ok(process) => process,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let process = value_or_answer!(reply, self.process(&id, exec.as_ref()));
         // The guest may have the container.
         if self.state.unreached().is_some() {
             return answer(reply, Err(self.wrong_state("delete a process")));
         }
         let phase = process.phase.borrow().clone();
         if matches!(phase, Phase::Running | Phase::Starting) {
-            let subject = format!("container {of}");
+            let subject = format!("container {id}");
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
         }
         let exit = phase.exit().cloned().unwrap_or_else(no_exit);
-        let disks = self.containers.get(&of).map(|of| work::serials(&of.disks)).unwrap_or_default();
-        let last_outputs: Vec<_> = match (self.containers.get_mut(&of), &exec) {
+        let disks =
+            self.containers.get(&id).map(|container| work::serials(&container.disks)).unwrap_or_default();
+        let last_outputs: Vec<_> = match (self.containers.get_mut(&id), &exec) {
             (None, _) => Vec::new(),
-            (Some(of), None) => of.processes_mut().filter_map(|process| process.last_output.take()).collect(),
-            (Some(of), Some(exec)) => of
+            (Some(container), None) => {
+                container.processes_mut().filter_map(|process| process.last_output.take()).collect()
+            }
+            (Some(container), Some(exec)) => container
                 .process_mut(Some(exec))
                 .and_then(|process| process.last_output.take())
                 .into_iter()
@@ -372,74 +356,60 @@ impl Driver {
                 tracing::warn!(%pod, error = chain(&error), "cannot record a container's exit before its deletion");
             }
             join_all(last_outputs.into_iter().map(|last_output| last_output.within(OUTPUT_WITHIN))).await;
-            front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
+            front.remember_deleted(front::key(front::DELETED, &id, exec.as_ref()), &exit);
             let result = match (&live, &exec) {
                 // The guest is gone, with everything in it.
                 (None, _) => Ok(()),
-                (Some(live), None) => work::delete(live, &of, &disks).await,
-                (Some(live), Some(exec)) => live.agent.delete_exec(&of, exec).await.map_err(PodError::from),
+                (Some(live), None) => work::delete(live, &id, &disks).await,
+                (Some(live), Some(exec)) => live.agent.delete_exec(&id, exec).await.map_err(PodError::from),
             };
-            Done::Deleted { of, exec, result: result.map(|()| exit), reply }
+            Done::Deleted { id, exec, result: result.map(|()| exit), reply }
         });
     }
 
-    fn on_set_paused(&mut self, of: ContainerId, paused: bool, reply: Reply<()>) {
-        let allowed =
-            self.running(&of, None).and_then(|()| self.not_being_saved("pause or resume a container"));
-        if let Err(error) = allowed {
-            return answer(reply, Err(error));
-        }
+    fn on_set_paused(&mut self, id: ContainerId, paused: bool, reply: Reply<()>) {
+        value_or_answer!(reply, self.running(&id, None));
+        value_or_answer!(reply, self.not_being_saved("pause or resume a container"));
         let action = if paused { "pause a container" } else { "resume a container" };
-        if self.containers.get(&of).is_some_and(|container| container.paused == paused) {
+        if self.containers.get(&id).is_some_and(|container| container.is_paused() == paused) {
             let state = if paused { "paused" } else { "running" }.to_owned();
-            return answer(reply, Err(PodError::State { action, subject: format!("container {of}"), state }));
+            return answer(reply, Err(PodError::State { action, subject: format!("container {id}"), state }));
         }
-        let live = match self.live(action) {
-            Ok(live) => live,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let live = value_or_answer!(reply, self.live(action));
         self.work.spawn(async move {
             let result = match paused {
-                true => live.agent.pause_container(&of).await,
-                false => live.agent.resume_container(&of).await,
+                true => live.agent.pause_container(&id).await,
+                false => live.agent.resume_container(&id).await,
             };
-            Done::Paused { of, paused, result: result.map_err(PodError::from), reply }
+            Done::Paused { id, paused, result: result.map_err(PodError::from), reply }
         });
     }
 
-    fn on_update(&mut self, of: ContainerId, resources: Vec<u8>, reply: Reply<()>) {
-        if let Err(error) = self.running(&of, None) {
-            return answer(reply, Err(error));
-        }
-        let live = match self.live("ask the guest") {
-            Ok(live) => live,
-            Err(error) => return answer(reply, Err(error)),
-        };
+    fn on_update(&mut self, id: ContainerId, resources: Vec<u8>, reply: Reply<()>) {
+        value_or_answer!(reply, self.running(&id, None));
+        let live = value_or_answer!(reply, self.live("ask the guest"));
         let (cpus, resources) = HostCpus::take(resources);
         let resizer = self.resizer.clone();
         self.work.spawn(async move {
             if ContainerLimits::of_json(&resources) == ContainerLimits::default() {
-                let result = live.agent.update_container(&of, resources).await.map_err(PodError::from);
-                let of = Some((of, cpus));
-                return Done::Limited(Limited { of, change: None, result, reply });
+                let result = live.agent.update_container(&id, resources).await.map_err(PodError::from);
+                let container = Some((id, cpus));
+                return Done::Limited(Limited { container, change: None, result, reply });
             }
             let mut change = resizer.change(&live).await;
-            let result = change.of_container(&of, resources).await;
-            Done::Limited(Limited { of: Some((of, cpus)), change: Some(change), result, reply })
+            let result = change.of_container(&id, resources).await;
+            Done::Limited(Limited { container: Some((id, cpus)), change: Some(change), result, reply })
         });
     }
 
     fn on_update_pod(&mut self, limits: Limits, reply: Reply<()>) {
-        let live = match self.live("ask the guest") {
-            Ok(live) => live,
-            Err(error) => return answer(reply, Err(error)),
-        };
+        let live = value_or_answer!(reply, self.live("ask the guest"));
         let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
         let resizer = self.resizer.clone();
         self.work.spawn(async move {
             let mut change = resizer.change(&live).await;
             let result = change.of_pod(&limits).await;
-            Done::Limited(Limited { of: None, change: Some(change), result, reply })
+            Done::Limited(Limited { container: None, change: Some(change), result, reply })
         });
     }
 

@@ -31,31 +31,31 @@ impl Driver {
             Done::VmEnded(exit) => self.vm_ended(exit),
             Done::GuestLost(error) => self.guest_lost(error),
             Done::ContainerCreated { new, result, reply } => self.container_created(*new, result, reply),
-            Done::ContainerRecorded { of, intent, result, reply } => {
-                self.container_recorded(of, intent, result, reply);
+            Done::ContainerRecorded { id, intent, result, reply } => {
+                self.container_recorded(id, intent, result, reply);
             }
-            Done::ContainerUndone { of, intent, why, result, reply } => {
-                self.container_undone(&of, intent, why, result, reply);
+            Done::ContainerUndone { id, intent, why, result, reply } => {
+                self.container_undone(&id, intent, why, result, reply);
             }
-            Done::ExecCreated { of, exec, stdio, result, reply } => {
-                self.exec_created(of, exec, stdio, result, reply);
+            Done::ExecCreated { id, exec, stdio, result, reply } => {
+                self.exec_created(id, exec, stdio, result, reply);
             }
             Done::ProcessStarted { subject, result, reply } => self.process_started(subject, result, reply),
             Done::ProcessEnded { subject, exit } => self.exit_seen(&subject, exit),
-            Done::OutOfMemory { of, seen } => self.out_of_memory(&of, seen),
+            Done::OutOfMemory { containers, seen } => self.out_of_memory(&containers, seen),
             Done::Written(written) => self.written(written),
             Done::Rewrite(pause) => self.rewrite(pause),
-            Done::Saved { result, goes_on, reply } => self.saved(*result, goes_on, reply),
+            Done::Saved { result, goes_on, stop, reply } => self.saved(*result, goes_on, stop, reply),
             Done::Moved { result, reply } => self.moved(result, reply),
-            Done::Deleted { of, exec, result, reply } => self.deleted(of, exec, result, reply),
-            Done::Paused { of, paused, result, reply } => {
+            Done::Deleted { id, exec, result, reply } => self.deleted(id, exec, result, reply),
+            Done::Paused { id, paused, result, reply } => {
                 if result.is_ok()
-                    && let Some(container) = self.containers.get_mut(&of)
+                    && let Some(container) = self.containers.get_mut(&id)
                 {
                     container.paused = paused;
                     let kind = if paused { Kind::ContainerPaused } else { Kind::ContainerResumed };
                     let task = self.task(None, PathBuf::new(), None);
-                    self.node.events.container(&self.spec.id, &of, kind, "", task);
+                    self.node.events.container(&self.spec.id, &id, kind, "", task);
                 }
                 answer(reply, result);
             }
@@ -64,18 +64,18 @@ impl Driver {
 
     /// Records changed limits of the pod or of a container before the reply, because the caller relies on them. Only
     /// then does the VM shrink.
-    fn limited(&mut self, Limited { of, change, result, reply }: Limited) {
+    fn limited(&mut self, Limited { container, change, result, reply }: Limited) {
         // Cached statistics contain the old limits.
-        if let Some((of, _)) = &of {
-            self.readings.forget(Some(of));
+        if let Some((id, _)) = &container {
+            self.readings.forget(Some(id));
         }
         self.readings.forget(None);
         if let Some(change) = &change {
             self.spec.limits = self.spec.limits.changed_by(change.limits());
         }
         let is_changed = result.is_ok();
-        if let Some((of, cpus)) = of.filter(|_| is_changed) {
-            self.update_cpus(&of, cpus);
+        if let Some((id, cpus)) = container.filter(|_| is_changed) {
+            self.update_cpus(&id, cpus);
         }
         let (recorded, spec) = (self.next_record(), self.spec.clone());
         self.work.spawn(async move {

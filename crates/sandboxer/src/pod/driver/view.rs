@@ -13,15 +13,15 @@ use crate::{
 impl Driver {
     pub(super) fn view_process(
         &self,
-        of: &ContainerId,
+        id: &ContainerId,
         exec: Option<&ExecId>,
     ) -> Result<ProcessView, PodError> {
-        let process = self.process(of, exec)?;
-        let container = self.containers.get(of).ok_or_else(|| PodError::NoContainer(of.clone()))?;
+        let process = self.process(id, exec)?;
+        let container = self.containers.get(id).ok_or_else(|| PodError::NoContainer(id.clone()))?;
         Ok(ProcessView {
             bundle: container.bundle.clone(),
             stdio: process.stdio.clone(),
-            paused: container.paused,
+            paused: container.is_paused(),
             phase: process.phase.subscribe(),
         })
     }
@@ -40,7 +40,7 @@ impl Driver {
                 id: id.clone(),
                 pid: container.init.pid,
                 phase: container.init.phase.borrow().clone(),
-                paused: container.paused,
+                paused: container.is_paused(),
                 disks: container.disks.iter().map(|disk| disk.path.clone()).collect(),
                 steps: container.stages.steps(),
                 execs: container

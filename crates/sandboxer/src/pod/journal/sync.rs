@@ -38,8 +38,8 @@ impl Syncer {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.records.insert(path.to_owned());
         if !mem::replace(&mut waiting.at_work, true) {
-            let of = self.clone();
-            tokio::task::spawn_blocking(move || while of.sync_some() {});
+            let this = self.clone();
+            tokio::task::spawn_blocking(move || while this.sync_some() {});
         }
     }
 

@@ -61,8 +61,8 @@ fn a_record_is_kept_as_it_was_and_what_is_known_of_its_pod_is_reported() {
     let torn = b"{\"version\":1,\xff";
     let (path, name) = place.put_aside("web.json", torn);
     assert!(name.ends_with("-web"), "{name}");
-    let kept = place.config.state_dir.join(DIR).join(format!("{name}.json"));
-    assert_eq!(fs::read(kept).unwrap(), torn);
+    let record = place.config.state_dir.join(DIR).join(format!("{name}.json"));
+    assert_eq!(fs::read(record).unwrap(), torn);
 
     let (entry, report, record) = place.quarantine.show(&name).unwrap();
     assert_eq!((entry.bytes, record.as_str()), (14, "{\"version\":1,\u{fffd}"));
@@ -71,10 +71,17 @@ fn a_record_is_kept_as_it_was_and_what_is_known_of_its_pod_is_reported() {
     let seen = Seen { pid: vmm.id(), command: "sleep".into() };
     let left = Left { run_dir: run_dir.clone(), run_dir_exists: true, processes: vec![seen] };
     assert_eq!(entry.left, left);
-    let told: Report = serde_json::from_str(&report).unwrap();
-    assert_eq!(entry.report.as_ref(), Some(&told));
-    assert_eq!((told.at_ns, &told.path, &told.pod, &told.left), (entry.at_ns, &path, &pod, &left));
-    assert!(told.problem.contains("web.json") && told.problem.contains("column"), "{}", told.problem);
+    let written: Report = serde_json::from_str(&report).unwrap();
+    assert_eq!(entry.report.as_ref(), Some(&written));
+    assert_eq!(
+        (written.at_ns, &written.path, &written.pod, &written.left),
+        (entry.at_ns, &path, &pod, &left)
+    );
+    assert!(
+        written.problem.contains("web.json") && written.problem.contains("column"),
+        "{}",
+        written.problem
+    );
     assert_eq!(place.quarantine.pids().unwrap(), [vmm.id()]);
     assert!(vmm.try_wait().unwrap().is_none(), "what was only looked at was ended");
     vmm.kill().unwrap();
@@ -102,8 +109,8 @@ fn a_released_record_is_where_it_was_and_replaces_none() {
     assert_eq!(fs::read(&before).unwrap(), b"an older one");
     let left: Vec<_> = fs::read_dir(place.config.state_dir.join(DIR)).unwrap().collect();
     assert!(left.is_empty(), "{left:?}");
-    let gone = place.quarantine.release(&name).unwrap_err();
-    assert!(matches!(gone, QuarantineError::Unknown(_)), "{gone}");
+    let unknown = place.quarantine.release(&name).unwrap_err();
+    assert!(matches!(unknown, QuarantineError::Unknown(_)), "{unknown}");
 }
 
 #[test]
@@ -139,12 +146,12 @@ fn names_never_leave_the_directory() {
     place.put_aside("web.json", b"{");
     for name in ["../victim", "/etc/passwd", "", ".", "..", "a/b", "a\0b", &"a".repeat(200)] {
         let known = HashSet::new();
-        let told = [
+        let errors = [
             place.quarantine.show(name).map(drop).unwrap_err(),
             place.quarantine.release(name).map(drop).unwrap_err(),
             place.quarantine.destroy(name, &known).map(drop).unwrap_err(),
         ];
-        for error in told {
+        for error in errors {
             assert!(matches!(error, QuarantineError::Name(_)), "{name:?}: {error}");
         }
     }

@@ -30,7 +30,7 @@ use crate::{
 };
 
 /// Returns a container as recorded; if its pod is not `alive`, the container has exited.
-pub(super) fn take_up_container(
+pub(super) fn adopt_container(
     node: &DaemonState,
     record: ContainerRecord,
     alive: bool,
@@ -38,7 +38,7 @@ pub(super) fn take_up_container(
 ) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
         let phase = phase_of(&record, alive);
-        let io = take_up_io(node, spec, container, exec, &record.stdio, phase.exit().is_some());
+        let io = adopt_io(node, spec, container, exec, &record.stdio, phase.exit().is_some());
         match io {
             // No process writes to them any more.
             Some(io) if !alive => {
@@ -70,7 +70,7 @@ pub(super) fn take_up_container(
     }
 }
 
-fn take_up_io(
+fn adopt_io(
     node: &DaemonState,
     spec: &PodSpec,
     container: &ContainerId,
@@ -80,8 +80,8 @@ fn take_up_io(
 ) -> Option<Io> {
     let subject = Subject { container: container.clone(), exec: exec.cloned() };
     match has_exited {
-        true => Io::take_up_rest(&node.front, &subject, stdio),
-        false => Some(Io::take_up(&node.front, &spec.id, &subject, stdio)),
+        true => Io::adopt_rest(&node.front, &subject, stdio),
+        false => Some(Io::adopt(&node.front, &spec.id, &subject, stdio)),
     }
 }
 
@@ -102,15 +102,23 @@ pub fn settle(
         if let Some(stdio) = entry.note::<StdioPaths>()
             && !container.execs.contains_key(&exec)
         {
-            let io = take_up_io(node, spec, id, Some(&exec), &stdio, false);
+            let io = adopt_io(node, spec, id, Some(&exec), &stdio, false);
             container.execs.insert(exec, Process::at(Phase::Created, process.pid, stdio, io));
         }
     }
     let named = |name: &str| known.iter().find(|process| process.exec_id == name).copied();
     settle_process(&mut container.init, named(""));
-    for (exec, process) in &mut container.execs {
-        settle_process(process, named(exec.as_str()));
-    }
+    container.execs.retain(|exec, process| {
+        let found = named(exec.as_str());
+        // Its note ends with it; a deletion alone writes no record.
+        let is_noted = node.front.take(&front::key(EXEC, id, Some(exec))).is_some();
+        let exists = found.is_some() || is_noted;
+        match exists {
+            true => settle_process(process, found),
+            false => process.io.take().into_iter().for_each(Io::let_go),
+        }
+        exists
+    });
 }
 
 /// Follows an exited process like a running one: its last output may still come.
@@ -140,10 +148,12 @@ pub(super) async fn undo_half_made(
 ) {
     let pod = &record.spec.id;
     let mut unfinished: HashMap<ContainerId, Vec<String>> = HashMap::new();
+    let mut saved: HashMap<ContainerId, ContainerId> = HashMap::new();
     for key in node.front.keys(&format!("{INTENT} ")) {
         let intent = node.front.peek::<Intent>(&key).filter(|intent| intent.pod == *pod);
-        let container = key.split(' ').nth(1).and_then(|id| id.parse().ok());
+        let container: Option<ContainerId> = key.split(' ').nth(1).and_then(|id| id.parse().ok());
         if let (Some(intent), Some(container)) = (intent, container) {
+            saved.extend(intent.saved.map(|saved_id| (container.clone(), saved_id)));
             unfinished.insert(container, intent.disks);
         }
     }
@@ -175,6 +185,14 @@ pub(super) async fn undo_half_made(
             node.front.forget(&intent);
             continue;
         }
+        // Nobody knows it by this id: it waits again to be adopted.
+        if let Some(saved_id) = saved.get(&container)
+            && give_back(live, &container, saved_id).await
+        {
+            node.front.forget(&intent);
+            tracing::info!(%pod, %container, "a restored container waits again");
+            continue;
+        }
         // If the record of a container is lost, its disks are unknown.
         let disks = if disks.is_empty() { likely_disks(record, &container) } else { disks };
         match remove_half_made(live, &container, &disks).await {
@@ -186,6 +204,20 @@ pub(super) async fn undo_half_made(
                 tracing::warn!(%pod, %container, error = chain(&error), "cannot undo the unfinished work of an earlier worker");
             }
         }
+    }
+}
+
+/// Gives a saved container that was adopted its former id. Returns whether it has it now.
+async fn give_back(live: &RunningVm, container: &ContainerId, saved_id: &ContainerId) -> bool {
+    let request = wire::AdoptContainerRequest {
+        container_id: saved_id.to_string(),
+        of: container.to_string(),
+        ..Default::default()
+    };
+    match live.agent.adopt_container(request).await {
+        Ok(_) => true,
+        // It was not adopted.
+        Err(error) => matches!(error.code(), Code::NotFound | Code::AlreadyExists),
     }
 }
 
@@ -208,7 +240,7 @@ async fn remove_half_made(
     }
     let limit = live.agent.patience();
     let ended = tokio::time::timeout(limit, live.agent.wait_process(container, None)).await;
-    ended.map_err(|_| live.agent.kept_alive(container.clone(), limit))??;
+    ended.map_err(|_| live.agent.not_exited(container.clone(), limit))??;
     start::delete(live, container, disks).await
 }
 

@@ -45,7 +45,7 @@ use crate::{
     pod::{self, container::KILLED},
     state::{PodState, PodStatus},
 };
-use containers::take_up_container;
+use containers::adopt_container;
 use unreached::{clear_shares, shares_of};
 use vmm::{Left, look};
 
@@ -112,20 +112,20 @@ impl Records {
 /// Adopts every recorded pod. Returns when all are in the registry.
 pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
     let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
-    let pods = records.pods.into_iter().map(|record| take_up(node, record));
-    let mut taken_up = stream::iter(pods).buffer_unordered(AT_ONCE);
-    while let Some(taken_up) = taken_up.next().await {
-        match taken_up {
-            TakenUp::Alive => recovered.alive += 1,
-            TakenUp::Unknown => recovered.unknown += 1,
-            TakenUp::Stopped => recovered.stopped += 1,
-            TakenUp::Forgotten => {}
+    let pods = records.pods.into_iter().map(|record| adopt(node, record));
+    let mut adopted = stream::iter(pods).buffer_unordered(AT_ONCE);
+    while let Some(adopted) = adopted.next().await {
+        match adopted {
+            Adopted::Alive => recovered.alive += 1,
+            Adopted::Unknown => recovered.unknown += 1,
+            Adopted::Stopped => recovered.stopped += 1,
+            Adopted::Forgotten => {}
         }
     }
     recovered
 }
 
-enum TakenUp {
+enum Adopted {
     Alive,
     Unknown,
     Stopped,
@@ -133,14 +133,14 @@ enum TakenUp {
 }
 
 /// Adopts one pod.
-async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
+async fn adopt(node: &Arc<DaemonState>, record: PodRecord) -> Adopted {
     let id = record.spec.id.clone();
     let shares = shares_of(node, &record.spec);
     let left = look(node, &record, &shares).await;
     if let (Left::Nothing(_), PodState::Starting) = (&left, record.status.state) {
         clear_shares(&shares, &record).await;
         match forget(node, &record.spec).await {
-            Ok(()) => return TakenUp::Forgotten,
+            Ok(()) => return Adopted::Forgotten,
             Err(error) => {
                 tracing::error!(pod = %id, error = chain(&*error), "cannot remove the record of a pod that was never ready");
             }
@@ -150,28 +150,28 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let outcome = match &left {
         Left::Answering(_) => {
             status.recovered = true;
-            TakenUp::Alive
+            Adopted::Alive
         }
         Left::Running(unreached) => {
             // A pod that was not ready cannot be adopted; its VMM is killed.
             let was_ready = status.state == PodState::Ready;
             status.state = if was_ready { PodState::Unknown } else { PodState::Stopping };
             status.reason = unreached.first_error.clone();
-            TakenUp::Unknown
+            Adopted::Unknown
         }
         Left::Nothing(why) => {
             clear_shares(&shares, &record).await;
             if status.state != PodState::Created {
                 stopped(&mut status, why.as_ref());
             }
-            TakenUp::Stopped
+            Adopted::Stopped
         }
     };
-    let alive = !matches!(outcome, TakenUp::Stopped);
-    let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
+    let alive = !matches!(outcome, Adopted::Stopped);
+    let forgotten_start = !matches!(outcome, Adopted::Alive) && record.status.state == PodState::Starting;
     let PodRecord { spec, link_key, containers: recorded, placement, restored, .. } = record;
     let shape = spec.shape(status.interfaces.len());
-    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
+    let cgroup = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id).filter(|_| alive);
     let bounds = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
     let place = Place { placement: node.placer.again(placement.filter(|_| alive), shape), bounds };
     let vm = match left {
@@ -192,7 +192,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     }
     let containers = recorded
         .into_iter()
-        .map(|container| (container.id.clone(), Box::new(take_up_container(node, container, alive, &spec))))
+        .map(|container| (container.id.clone(), Box::new(adopt_container(node, container, alive, &spec))))
         .collect::<HashMap<_, _>>();
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
@@ -204,7 +204,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         Ok(handle) => handle,
         Err(error) => {
             tracing::error!(pod = %id, %error, "two records name the same pod");
-            return TakenUp::Stopped;
+            return Adopted::Stopped;
         }
     };
     for container in ids {
@@ -236,9 +236,9 @@ fn stopped(status: &mut PodStatus, why: Option<&PodError>) {
     } else if was_ready && status.reason.is_empty() {
         status.reason = "its VMM ended while the daemon was away".to_owned();
     }
-    let was_asked = status.reason.is_empty();
+    let was_requested = status.reason.is_empty();
     status.state = PodState::Stopped;
-    status.exit_status = if was_asked { 0 } else { KILLED };
+    status.exit_status = if was_requested { 0 } else { KILLED };
     status.vmm_pid = 0;
     if status.exited_at_ns == 0 {
         status.exited_at_ns = now_ns();

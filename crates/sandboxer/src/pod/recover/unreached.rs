@@ -62,23 +62,23 @@ pub enum Resolved {
 }
 
 impl Unreached {
-    /// Retries until the pod responds or its VMM has exited. Reports progress to `told`.
-    pub async fn resolve(&self, node: &Arc<DaemonState>, told: &watch::Sender<PodStatus>) -> Resolved {
+    /// Retries until the pod responds or its VMM has exited. Reports progress to `pod_status`.
+    pub async fn resolve(&self, node: &Arc<DaemonState>, pod_status: &watch::Sender<PodStatus>) -> Resolved {
         let overdue = async {
             tokio::time::sleep(OVERDUE_AFTER).await;
             tracing::error!(
                 pod = %self.record.spec.id,
                 "the pod has not answered for {OVERDUE_AFTER:?}; containerd is told that it is not ready. Stop the pod: its VMM is killed then"
             );
-            told.send_modify(|status| status.overdue = true);
+            pod_status.send_modify(|status| status.overdue = true);
             future::pending().await
         };
         let ended = tokio::select! {
-            resolved = self.reached(node, told) => match resolved {
+            resolved = self.reached(node, pod_status) => match resolved {
                 Ok(reached) => return Resolved::Reached(reached),
                 Err(reason) => reason,
             },
-            exit = self.vmm.ended() => format!("its VMM {} before it had answered: {}", exit.how, told.borrow().reason),
+            exit = self.vmm.ended() => format!("its VMM {} before it had answered: {}", exit.how, pod_status.borrow().reason),
             () = overdue => String::new(),
         };
         self.end_shares().await;
@@ -89,7 +89,7 @@ impl Unreached {
     async fn reached(
         &self,
         node: &Arc<DaemonState>,
-        told: &watch::Sender<PodStatus>,
+        pod_status: &watch::Sender<PodStatus>,
     ) -> Result<Box<Reached>, String> {
         let mut pause = FIRST_PAUSE;
         loop {
@@ -104,9 +104,9 @@ impl Unreached {
                 Err(error) => error,
             };
             let reason = chain(&error);
-            if told.borrow().reason != reason {
+            if pod_status.borrow().reason != reason {
                 tracing::warn!(pod = %self.record.spec.id, error = reason, "cannot reach the pod yet");
-                told.send_modify(|status| status.reason = reason);
+                pod_status.send_modify(|status| status.reason = reason);
             }
         }
     }
@@ -129,27 +129,27 @@ pub(super) async fn reach(
     shares: &Shares,
 ) -> Result<Reached, PodError> {
     let id = &record.spec.id;
-    let gone =
+    let no_vmm =
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
-    let recorded = record.vm.as_ref().ok_or_else(gone)?;
-    let vm = node.vmms.adopt(recorded).await?.ok_or_else(gone)?;
+    let recorded = record.vm.as_ref().ok_or_else(no_vmm)?;
+    let vm = node.vmms.adopt(recorded).await?.ok_or_else(no_vmm)?;
     let frozen = checkpoint::resume_saved(node, &record.spec, vm.as_ref()).await?;
     let live = greet(node, record, &vm).await?;
-    let asked = async {
+    let work = async {
         if let Some(frozen) = &frozen {
             checkpoint::go_on(&live, frozen).await?;
             node.front.forget(&front::key(checkpoint::SAVING, id, None));
         }
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
-        if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {
+        if let Err(error) = shares.adopt(record.shares.clone(), Some(live.guest()), recorded.pid).await {
             tracing::error!(pod = %id, error = chain(&error), "cannot adopt the pod's shares");
         }
         undo_half_made(node, &live, record, &known).await;
         end_denied(&live, record, &known).await?;
         Ok((known, made))
     };
-    match asked.await {
+    match work.await {
         Ok((known, made)) => Ok(Reached { live, known, made, volumes: record.volumes.clone() }),
         Err(error) => Err(live.agent.violation().map_or(error, PodError::from)),
     }
@@ -173,8 +173,8 @@ pub(super) async fn end_denied(
 
 /// Returns the shares of a pod.
 pub(super) fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
-    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
-    let helpers = node.volumes.helpers.of(&spec.uid);
+    let cgroup = node.cgroups.for_pod(&spec.cgroup_parent, &spec.id);
+    let helpers = node.volumes.helpers.on_behalf_of(&spec.uid);
     Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers)
 }
 
@@ -182,7 +182,7 @@ pub(super) fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
 pub(super) async fn clear_shares(shares: &Shares, record: &PodRecord) {
     shares.end().await;
     let vmm = record.vm.as_ref().map_or(0, |vm| vm.pid);
-    if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
+    if let Err(error) = shares.adopt(record.shares.clone(), None, vmm).await {
         tracing::error!(pod = %record.spec.id, error = chain(&error), "cannot kill the server of the pod's shares");
     }
 }
@@ -190,13 +190,13 @@ pub(super) async fn clear_shares(shares: &Shares, record: &PodRecord) {
 /// Requests the guest of a pod that an earlier daemon was stopping to power off: that daemon may not have done so. A
 /// guest that does not respond is normal.
 pub async fn power_off(node: &DaemonState, record: &PodRecord) {
-    let asked = async {
+    let request = async {
         let recorded = record.vm.as_ref()?;
         let vm = node.vmms.adopt(recorded).await.ok()??;
         greet(node, record, &vm).await.ok()?.agent.power_off().await;
         Some(())
     };
-    if tokio::time::timeout(node.config.vm.agent_timeout, asked).await.ok().flatten().is_none() {
+    if tokio::time::timeout(node.config.vm.agent_timeout, request).await.ok().flatten().is_none() {
         tracing::debug!(pod = %record.spec.id, "the guest of a pod that was being stopped does not answer");
     }
 }

@@ -105,7 +105,7 @@ impl Later {
     async fn hold(&self) -> Option<Arc<dyn Held>> {
         loop {
             match hold(&self.node, &self.record) {
-                Ok(held) => return held,
+                Ok(vmm) => return vmm,
                 Err(error) => {
                     tracing::warn!(pod = %self.record.spec.id, error = chain(&error), "cannot look for the pod's VMM");
                     tokio::time::sleep(FIRST_PAUSE).await;
@@ -119,14 +119,14 @@ impl Later {
 impl Held for Later {
     async fn ended(&self) -> VmExit {
         match self.hold().await {
-            Some(held) => held.ended().await,
+            Some(vmm) => vmm.ended().await,
             None => VmExit { how: "is gone".to_owned(), last_lines: Vec::new() },
         }
     }
 
     async fn end(&self) -> Result<(), VmmError> {
         match hold(&self.node, &self.record)? {
-            Some(held) => held.end().await,
+            Some(vmm) => vmm.end().await,
             None => Ok(()),
         }
     }

@@ -91,11 +91,12 @@ impl<'a> Prepared<'a> {
             (None, _) => VmTaps::None,
             (Some(netns), None) => {
                 let vmm = node.vmms.get(kind.vmm).as_ref();
-                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces, spec.net_limits).await?
+                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces, spec.net_limits.clone())
+                    .await?
             }
             (Some(netns), Some(pooled)) => {
                 let taps = (node.tap_pool.clone(), pooled.taps);
-                network::plug(&spec.id, netns, interfaces, spec.net_limits, taps).await?;
+                network::plug(&spec.id, netns, interfaces, spec.net_limits.clone(), taps).await?;
                 VmTaps::None
             }
         };
@@ -107,7 +108,7 @@ impl<'a> Prepared<'a> {
         let Self { node, spec, run_dir, interfaces, cgroup_attach, .. } = self;
         let vm = warm.vm.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", vm.resume()).await?;
-        let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
+        let live = RunningVm { vm, agent: warm.agent.for_pod(&spec.id), disk_limits: spec.disk_limits };
         // A pod with other limits does not use it, and gets a disk of its own.
         let is_fit = spec.disk_limits == DiskLimits::configured(&node.config.limits);
         let (kernel_release, spare) = (warm.ready.kernel_release, warm.spare.filter(|_| is_fit));
@@ -202,7 +203,7 @@ impl<'a> Prepared<'a> {
         let (spec, run_dir) = (self.spec, self.run_dir.clone());
         let shape = spec.shape(self.taps.count());
         let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
-        let cgroup = self.node.cgroups.of(&spec.cgroup_parent, &spec.id);
+        let cgroup = self.node.cgroups.for_pod(&spec.cgroup_parent, &spec.id);
         // Memory that a VM gets later would not be in huge pages.
         let growth_mib = if spec.huge_pages { 0 } else { described.growth_mib };
         self.taps.given_to(VmSpec { cgroup, huge_pages: spec.huge_pages, growth_mib, ..described })
@@ -279,7 +280,10 @@ impl Greeted<'_> {
                 .collect(),
             link_key,
             limits: Some(limits).into(),
-            interfaces: (0..).zip(&self.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
+            interfaces: (0..)
+                .zip(&self.interfaces)
+                .map(|(nic, interface)| interface::for_guest(nic, interface))
+                .collect(),
             removes_other_cards: agent.knows(&newer::REMOVES_OTHER_CARDS),
             ..Default::default()
         };

@@ -16,6 +16,8 @@ pub struct Disk {
     pub read_only: bool,
     /// Read when it was opened, like a real disk, whose path is not needed afterwards.
     pub first_line: String,
+    /// Open as long as the VM has the disk.
+    _file: File,
 }
 
 impl Vm {
@@ -40,7 +42,13 @@ impl Vm {
         if body["num_queues"].as_u64().unwrap_or(2) != 2 * passed as u64 {
             return refused("The number of taps is not half the number of queues");
         }
-        added(&mut state, body["id"].as_str().unwrap_or("_net1"))
+        let added = added(&mut state, body["id"].as_str().unwrap_or("_net1"))?;
+        let nics = &mut state.config.as_mut().unwrap()["net"];
+        if nics.is_null() {
+            *nics = json!([]);
+        }
+        nics.as_array_mut().unwrap().push(body.clone());
+        Ok(added)
     }
 
     pub(super) fn remove(&self, body: &Value) -> Result<Value, Refusal> {
@@ -73,7 +81,7 @@ pub(super) fn open(disk: &Value) -> Result<(String, Disk), Refusal> {
     };
     let file = File::open(path).map_err(|error| (500, format!("Cannot open disk path {path}: {error}")))?;
     let mut first_line = String::new();
-    BufReader::new(file).read_line(&mut first_line).map_err(|error| (500, error.to_string()))?;
+    BufReader::new(&file).read_line(&mut first_line).map_err(|error| (500, error.to_string()))?;
     let text = |name: &str| disk[name].as_str().unwrap_or_default().to_owned();
     Ok((
         text("id"),
@@ -81,6 +89,7 @@ pub(super) fn open(disk: &Value) -> Result<(String, Disk), Refusal> {
             serial: text("serial"),
             read_only: disk["readonly"] == true,
             first_line: first_line.trim_end().to_owned(),
+            _file: file,
         },
     ))
 }

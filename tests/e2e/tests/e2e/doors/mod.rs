@@ -1,12 +1,17 @@
 //! Doors to the daemon beside CRI: the programs that people use without Kubernetes. Each case does what their own documentation
 //! does, and most run on runc, too.
 
+pub mod crio;
 pub mod ctr;
+pub mod docker;
 
 use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use nix::unistd::Pid;
+use sandboxer_e2e::case::Case;
+use sandboxer_e2e::eventually;
 use tokio::process::Command;
 
 /// A command may boot an emulated guest, beside others.
@@ -63,4 +68,13 @@ pub async fn run(mut command: Command, input: &str) -> Result<Ended> {
         .await
         .with_context(|| format!("{command:?} did not end"))?;
     Ok(output?.into())
+}
+
+/// Returns the VMM of the case's container, once the one in which a template was made is gone.
+async fn only_vmm(case: &Case) -> Result<Vec<Pid>> {
+    eventually("one VMM", PATIENCE, || async {
+        let vmms = case.stack.vmms()?;
+        Ok((vmms.len() == 1).then_some(vmms))
+    })
+    .await
 }

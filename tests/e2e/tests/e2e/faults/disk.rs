@@ -73,7 +73,7 @@ pub async fn disk_full(case: Case) -> Result<()> {
         ensure!(fs::write(&filler, vec![0; 1 << 20]).is_err(), "the disk takes a MiB");
         Ok(())
     };
-    let outcome = without_room(&mut seen, "No space left", full, || Ok(fs::remove_file(&filler)?)).await;
+    let outcome = without_space(&mut seen, "No space left", full, || Ok(fs::remove_file(&filler)?)).await;
     disk.unmount().await?;
     outcome?;
     seen.close().await
@@ -83,14 +83,14 @@ pub async fn disk_read_only(case: Case) -> Result<()> {
     let disk = OwnDisk::mount(&case).await?;
     let mut seen = Seen::begin(&case, "disk of the records read-only", 1).await?;
     let outcome =
-        without_room(&mut seen, "Read-only", || disk.read_only(true), || disk.read_only(false)).await;
+        without_space(&mut seen, "Read-only", || disk.read_only(true), || disk.read_only(false)).await;
     disk.unmount().await?;
     outcome?;
     seen.close().await
 }
 
 /// Has the disk take nothing for a while, and then again.
-async fn without_room(
+async fn without_space(
     seen: &mut Seen<'_>,
     named: &str,
     take_nothing: impl FnOnce() -> Result<()>,
@@ -100,6 +100,6 @@ async fn without_room(
     let outcome = refused_for_the_disk(seen, named).await;
     take_again()?;
     outcome?;
-    life(seen.case, &Kubelet::of(seen.case)?).await.context("with a disk that takes records again")?;
+    life(seen.case, &Kubelet::new(seen.case)?).await.context("with a disk that takes records again")?;
     seen.end_pods().await
 }

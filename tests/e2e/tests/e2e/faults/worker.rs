@@ -19,7 +19,7 @@ use super::{Seen, life};
 /// Returns a number that the environment may make larger, for long runs.
 pub fn count(variable: &str, usual: usize) -> Result<usize> {
     match std::env::var(variable) {
-        Ok(asked) => asked.parse().with_context(|| variable.to_owned()),
+        Ok(number) => number.parse().with_context(|| variable.to_owned()),
         Err(_) => Ok(usual),
     }
 }
@@ -32,7 +32,7 @@ pub async fn killed_at_every_point(case: Case) -> Result<()> {
 }
 
 async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
-    let kubelet = Kubelet::of(case)?;
+    let kubelet = Kubelet::new(case)?;
     // The second starts with a VM that the first one's claim has had replaced.
     life(case, &kubelet).await.context("with no fault")?;
     life(case, &kubelet).await.context("with no fault")?;
@@ -40,7 +40,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         Some(points) => (points, MAX_LIVES_OF_A_REPLAY),
         None => (points_of_a_life(failing)?, 1),
     };
-    let (story, mut told, mut lives) = (Story::begin()?, 0, 0);
+    let (story, mut recorded, mut lives) = (Story::begin()?, 0, 0);
 
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
     // The worker that takes the last line, which is no point, shows that its predecessor died at the last point.
@@ -58,9 +58,9 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         seen.times = armed.len() - left - 1;
         seen.check().await?;
         // The worker that lives now has taken a line, too, and has not died at it yet.
-        let died = told.max(armed.len() - left - 1);
-        points[told..died].iter().try_for_each(|point| story.tell(Story::KILLED, point))?;
-        told = died;
+        let died = recorded.max(armed.len() - left - 1);
+        points[recorded..died].iter().try_for_each(|point| story.tell(Story::KILLED, point))?;
+        recorded = died;
         if left == 0 {
             break;
         }
@@ -69,7 +69,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
             // This point belongs to another course of events, such as a full pool: go on to the next.
             story.tell(Story::NOT_REACHED, &points[died])?;
             println!("not reached: {:?}", points[died]);
-            (told, lives) = (told + 1, 0);
+            (recorded, lives) = (recorded + 1, 0);
             seen.times -= 1;
             case.stack.kill_worker()?;
         }
@@ -127,14 +127,14 @@ const KILLS_IN_A_LIFE: usize = 4;
 
 /// Worker, front, or both.
 pub async fn killed_at_random(case: Case) -> Result<()> {
-    let kill = |round| case.stack.kill(Victim::of(round)).map(drop);
+    let kill = |round| case.stack.kill(Victim::in_turn(round)).map(drop);
     kills_at_random(&case, "worker, front or both killed at random", kill).await
 }
 
 /// Kills something, again and again, while a pod lives, others count aloud, and streams are open.
 pub async fn kills_at_random(case: &Case, fault: &str, kill: impl Fn(usize) -> Result<()>) -> Result<()> {
     let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 12)?;
-    let kubelet = Kubelet::of(case)?;
+    let kubelet = Kubelet::new(case)?;
     let pods = count("SANDBOXER_E2E_RANDOM_PODS", 2)?;
     let mut seen = Seen::begin(case, fault, pods).await?;
     let pod = case.pod().await?;
@@ -167,7 +167,7 @@ pub async fn kills_at_random(case: &Case, fault: &str, kill: impl Fn(usize) -> R
 
 /// The kernel gives the worker no more memory: it aborts, and the next one goes on.
 pub async fn memory_runs_out(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
+    let kubelet = Kubelet::new(&case)?;
     let mut seen = Seen::begin(&case, "worker out of memory", 1).await?;
     for _ in 0..3 {
         let worker = case.stack.worker()?;
@@ -210,7 +210,7 @@ pub async fn clock_jumps(case: Case) -> Result<()> {
 }
 
 async fn with_jumping_clock(case: &Case, failing: &Failing<'_>) -> Result<()> {
-    let kubelet = Kubelet::of(case)?;
+    let kubelet = Kubelet::new(case)?;
     let mut seen = Seen::begin(case, "wall clock jumps", 1).await?;
     for ahead in CLOCKS {
         let clock = || jiff::Timestamp::now().as_second() + ahead;
@@ -293,9 +293,9 @@ async fn refused_by_its_front(case: &Case, programs: &Path) -> Result<()> {
     kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
     let log = case.stack.dir().join("sandboxer/log");
     eventually("the front's refusal", PATIENCE, || async {
-        let told = fs::read_to_string(&log)?;
+        let text = fs::read_to_string(&log)?;
         let refused = "nothing is reloaded: the installed build speaks protocol 99 with agents";
-        Ok(told.contains(refused).then_some(()))
+        Ok(text.contains(refused).then_some(()))
     })
     .await?;
     ensure!(case.stack.worker()? == worker && case.stack.front()? == front, "something was replaced");

@@ -73,7 +73,7 @@ pub fn keep(arguments: &[OsString]) -> io::Result<ExitCode> {
         descriptors: Vec::new(),
     };
     let mut back_off = BackOff::default();
-    loop {
+    while !keeper.is_ending {
         let since = Instant::now();
         let ended = match keeper.start() {
             Ok(front) => keeper.wait(Some(front), None),
@@ -84,13 +84,14 @@ pub fn keep(arguments: &[OsString]) -> io::Result<ExitCode> {
         };
         let pause = match ended {
             WaitStatus::Exited(_, code) => return Ok(ExitCode::from(u8::try_from(code).unwrap_or(1))),
-            _ if keeper.is_ending => return Ok(ExitCode::SUCCESS),
+            _ if keeper.is_ending => break,
             WaitStatus::Signaled(_, Signal::SIGKILL, _) => KILLED_PAUSE,
             _ => back_off.after(Some(since.elapsed())).max(KILLED_PAUSE),
         };
         log!("the front has died ({ended:?}); another takes its place in {pause:?}");
         keeper.wait(None, Some(Instant::now() + pause));
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 struct Keeper {

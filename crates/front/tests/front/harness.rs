@@ -71,14 +71,19 @@ impl Front {
 
     /// Returns the front itself. The process that was started is its keeper.
     pub fn pid(&self) -> Pid {
-        let keeper = self.process.id();
         let mut front = None;
         until("a front", || {
-            let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
-            front = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
+            front = self.children().first().copied();
             front.is_some()
         });
-        Pid::from_raw(front.unwrap())
+        front.unwrap()
+    }
+
+    /// Returns the keeper's children: the front, or none while it is replaced.
+    pub fn children(&self) -> Vec<Pid> {
+        let keeper = self.process.id();
+        let children = std::fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).unwrap();
+        children.split_whitespace().map(|pid| Pid::from_raw(pid.parse().unwrap())).collect()
     }
 
     /// Kills the front. Its successor may be there already.

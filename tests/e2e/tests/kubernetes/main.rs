@@ -24,7 +24,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use libtest_mimic::{Arguments, Trial};
 use node::Node;
 use observed::Outcomes;
@@ -137,7 +137,12 @@ fn first_hour(node: &Node) -> Result<()> {
     let path = std::env::var("PATH").unwrap_or_default();
     reader.set("PATH", format!("{}:{path}", node.stack().dir().join("bin").display()));
     reader.run("class")?;
-    let output = reader.run("pod")?;
+    // This cluster has no scheduler, whose part for this one pod is played here.
+    let output = thread::scope(|scope| {
+        let placed = scope.spawn(|| node.place("first"));
+        let output = reader.run("pod");
+        placed.join().unwrap_or_else(|_| bail!("cannot place the pod")).and(output)
+    })?;
     ensure!(output.contains("hello from Linux ") && output.contains("-sandboxer"), "{output}");
     reader.end()
 }

@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use sandboxer_e2e::cri::Cri;
 use sandboxer_e2e::stack::Stack;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 /// A stack with a kubelet.
@@ -84,6 +84,19 @@ impl Node {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net={}", self.netns.display())).arg(program).stdin(Stdio::null());
         command
+    }
+
+    /// Binds a pod of the default namespace to the node, as a scheduler does, once the pod is there.
+    pub fn place(&self, pod: &str) -> Result<()> {
+        let path = format!("/api/v1/namespaces/default/pods/{pod}");
+        eventually("a pod to place", Duration::from_secs(60), || Ok(self.call("GET", &path, None).ok()))?;
+        let binding = json!({
+            "apiVersion": "v1",
+            "kind": "Binding",
+            "metadata": { "name": pod },
+            "target": { "apiVersion": "v1", "kind": "Node", "name": "node1" },
+        });
+        self.call("POST", &format!("{path}/binding"), Some(("application/json", &binding))).map(drop)
     }
 
     /// Returns kubelet's statistics of a pod, once it has some, and how long the answer took.

@@ -83,7 +83,7 @@ fn open(dir: &Path, control: &OwnedFd) -> OwnedFd {
 /// Leaves a process that has the double's end of the control socket.
 fn linger(dir: &Path, control: &OwnedFd) {
     let copy = control.try_clone().unwrap();
-    let script = "while [ ! -e \"$0/gone\" ]; do sleep 0.1; done";
+    let script = "while [ -e \"$0\" ] && [ ! -e \"$0/gone\" ]; do sleep 0.1; done";
     let mut command = Command::new("sh");
     command
         .args(["-c", script])
